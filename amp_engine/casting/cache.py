@@ -1,8 +1,8 @@
 """Half copies of FP32 weights, which are never stale.
 
-`weight.data`, numpy, collectives and extensions write a weight without moving its version. So the memory of a weight
-that has a copy is *watched*: torch notes each request to write there. A copy is read only if there was no such request,
-and if nothing else shares the memory, since another tensor may have asked for it before.
+`weight.data`, numpy, collectives and extensions write a weight without incrementing its version counter. So a cache
+*watches* the storage of each weight that has a copy: torch notes each request to write there. The cache returns a copy
+only if no such request came and no other tensor shares the storage, as that tensor may have requested it before.
 
 `WeightCache` keeps a copy for the uses of a weight in one iteration. `NativeWeightCache` also keeps it across steps of
 our kernels, which write the copies beside the weights.
@@ -44,14 +44,14 @@ class WeightCache:
     """Casts of `nn.Parameter`s in training.
 
     A cast is reused while its weight is the same object with the same version, storage and `requires_grad`, its
-    memory is watched and nothing else shares it. A write through an address that was kept as a number goes unseen, so
-    the owner of the cache also calls `after_step` after every optimizer step, and `after_backward` after every
-    `scale_loss`.
+    storage is watched and no other tensor shares it. torch does not see a write through an address that other code
+    kept as a number, so the owner of the cache also calls `after_step` after every optimizer step, and
+    `after_backward` after every `scale_loss`.
 
-    Nothing is kept while gradients are off: a copy would go stale between a load and the next forward, hold memory
-    through evaluation, and be reused in training without its autograd edge. Nothing is kept under torch.compile,
-    functorch or a dispatch mode, where tensors may be fakes or wrappers, and nothing under torch.jit.trace or the
-    capture of a CUDA graph, which would take the cast for a constant.
+    The cache keeps no cast while gradients are off: a cast would go stale between a load and the next forward, hold
+    memory through evaluation, and be reused in training without its autograd edge. It keeps none under torch.compile,
+    functorch or a dispatch mode, where tensors may be fakes or wrappers, and none under torch.jit.trace or the
+    capture of a CUDA graph, which would record the cast as a constant.
 
     The cast's autograd node keeps its weight alive until the entry is discarded, at the latest by `discard_orphans` in
     a collection of garbage.
@@ -61,13 +61,13 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._changes = 0  # how often weights may have been written, by another thread while a cast is made
+        self._changes = 0  # incremented when weights may have been written, perhaps while another thread casts
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def kept(self) -> list[Tensor] | None:
-        """Return the casts, or None for the compiled cache, which does not hand them out."""
+        """Return the casts; None if the cache is the compiled one."""
         return [entry.cast for entry in list(self._entries.values())]
 
     def cast(self, weight: nn.Parameter, dtype: torch.dtype, on_cast: Callable[[], None] = lambda: None) -> Tensor:
@@ -108,14 +108,14 @@ class WeightCache:
         self._entries.clear()
 
     def after_step(self) -> None:
-        """Discard every cast after an optimizer's step, unless `written` has said which weights it wrote."""
+        """Discard every cast after an optimizer's step."""
         self.after_backward()
 
     def discard_orphans(self) -> None:
         """Free the weights that only their own casts keep alive."""
         for key, entry in list(self._entries.items()):
             weight: Any = entry.weight()
-            # References of this frame, of the call, and of the tensor, which the autograd node of the cast holds.
+            # Three references: of this frame, of the call, and of the C++ tensor that the cast's autograd node holds.
             if weight is None or (sys.getrefcount(weight) <= 3 and weight._use_count() > 1):
                 self._entries.pop(key, None)
 
@@ -124,7 +124,7 @@ class WeightCache:
         self.after_backward()
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the copies that a step must write beside the weights: n times None, as this cache has none."""
+        """Return the copies that a step must write beside the weights: n times None, as this cache keeps none."""
         return [None] * len(weights)
 
     def written(self, weights: Sequence[Tensor]) -> None:
@@ -134,17 +134,17 @@ class WeightCache:
 class NativeWeightCache(WeightCache):
     """A `WeightCache` in C++, whose copies live across steps.
 
-    A copy that our own kernels write in a step is the cast of its weight until other code may have written the weight:
-    until its memory is asked for, its version or address moves, another optimizer steps, or a `scale_loss` is left. A
-    weight whose memory other tensors share is cast anew at each use.
+    A copy that our kernels write in a step is valid until other code may have written its weight: until code requests
+    the weight's memory, the weight's version or address changes, another optimizer steps, or a `scale_loss` exits. A
+    weight whose storage other tensors share is cast at each use.
 
-    Copies that a graph or another step still holds are not written: the step gets new memory for them, or none. If a
-    step inside of a CUDA graph writes a weight, its copy is never read again, since replays are not announced.
+    A step does not write copies that a graph or another step still holds: it gets new memory for them, or none. If a
+    step inside of a CUDA graph writes a weight, its copy is never read again, since the cache does not see replays.
     """
 
     def __init__(self, casts: Any) -> None:
         self.native = casts.WeightCache()
-        self._steps = threading.local()  # of this thread: the step that has copies, and whether it told what it wrote
+        self._steps = threading.local()  # per thread: the step that `has_copies`, and if `written` `told` its weights
 
     def __len__(self) -> int:
         return len(self.native)
@@ -176,7 +176,7 @@ class NativeWeightCache(WeightCache):
         self.native.clear()
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the copies that a step must write beside the weights: exact as of now, and held by no graph."""
+        """Return the copies that a step must write beside the weights: those that are valid and that no graph holds."""
         self._steps.has_copies, copies = self.native.copies(weights, getattr(self._steps, "has_copies", 0))
         return copies
 
@@ -189,14 +189,14 @@ class NativeWeightCache(WeightCache):
             self.native.leave(weights)
 
     def after_step(self) -> None:
-        """Discard every cast after an optimizer's step, unless `written` has said which weights it wrote."""
+        """Discard every cast after an optimizer's step, unless that step called `written`."""
         if not getattr(self._steps, "told", False):
             self.native.after_backward()
         self._steps.told = False
 
 
 def tensors_hold_their_objects() -> bool:
-    """True if a tensor that C++ holds keeps the reference count of its Python object up, which not every torch does."""
+    """True if a tensor that C++ holds adds to the reference count of its Python object: not in every torch version."""
     weight = nn.Parameter(torch.zeros(1))
     before = sys.getrefcount(weight)
     held_by_node = weight.view(1)
@@ -206,15 +206,15 @@ def tensors_hold_their_objects() -> bool:
 
 
 def _watch(weight: nn.Parameter) -> bool:
-    """Have torch note from now on if the memory of `weight` is asked for to write. True if torch can.
+    """Have torch note requests to write the storage of `weight` from now on. True if torch can.
 
-    We make the memory copy-on-write with one owner: torch drops that state when a writer comes. Memory of numpy, of a
-    file, or of several processes cannot be watched, as other code than torch writes it.
+    Makes the storage copy-on-write with one owner: torch ends that state at the first request. Memory of numpy, of a
+    file, or of several processes cannot be watched, because code outside of torch writes it.
     """
     if not _is_alone(weight):
-        return False  # FSDP2 frees and allocates memory of its own, which must not be copy-on-write then
+        return False  # FSDP2 frees and reallocates its storages, which must not be copy-on-write then
     if not is_copy_on_write(weight):
-        weight.data_ptr()  # counts as a write to the compiled cache, which may watch this weight, too
+        weight.data_ptr()  # the compiled cache, which may watch this weight too, takes this for a write
         try:
             lazy_clone(weight.detach())  # the clone is discarded at once
         except RuntimeError:
@@ -223,12 +223,12 @@ def _watch(weight: nn.Parameter) -> bool:
 
 
 def _is_untouched(weight: nn.Parameter) -> bool:
-    """True if no request to write the memory of `weight` came since `_watch`, and nothing else shares that memory."""
+    """True if no request to write the storage of `weight` came since `_watch`, and no other tensor shares it."""
     return is_copy_on_write(weight) and _is_alone(weight)
 
 
 def _is_alone(weight: nn.Parameter) -> bool:
-    """True if no other tensor has the memory of `weight`."""
+    """True if no other tensor shares the storage of `weight`."""
     return bool(storage_users(weight.untyped_storage()._cdata) == 2)  # the weight, and this call
 
 

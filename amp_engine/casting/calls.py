@@ -1,4 +1,4 @@
-"""A call of a patched function, as observers are told of it, and the casts that its wrapper needs."""
+"""The call of a patched function that observers get, and the interface of the casts that wrappers use."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from amp_engine.casting.registration import Registration
 
 @dataclass(frozen=True)
 class Cast:
-    """One tensor that was cast, or would have been but for the cache.
+    """One tensor that was cast.
 
     Attributes:
         source: its type.
         target: the type that the function gets.
-        bytes_moved: read and written; 0 from the cache. A function that converts by itself may do so as it reads, and
-            move less.
+        bytes_moved: bytes read and written. A function that converts by itself may convert as it reads, and move less.
     """
 
     source: torch.dtype
@@ -35,10 +34,10 @@ class Call:
 
     Attributes:
         function: qualified name, such as "torch.nn.functional.linear".
-        kind: the list that it is on: half, float, promote, match_self, refused_in_place or banned.
+        kind: the list that the function is on: half, float, promote, match_self, refused_in_place or banned.
         dtype: the widest floating type among its arguments after casting, None if there is none.
         casts: the casts that were made.
-        cached: how many casts the cache saved.
+        cached: number of casts that the cache saved.
     """
 
     function: str
@@ -77,29 +76,29 @@ class Casts(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """True if functions are to be cast."""
+        """True if these casts are in force and not disabled in this thread."""
 
     @property
     def is_disabled(self) -> bool:
-        """True if they are switched off, here or everywhere."""
+        """True if these casts are disabled, in this thread or in all threads."""
 
     @property
     def is_observed(self) -> bool:
-        """True if each call must go through Python, which tells the observers."""
+        """True if each call must go through the Python wrappers, which pass it to observers."""
 
     @property
     def is_wanted(self) -> bool:
-        """True unless they have ended, or their owner is gone or does not have them, as a forked child may find."""
+        """False if these casts have ended, or their owner was freed or has other casts, as may be in a forked child."""
 
     @property
     def modules(self) -> list[nn.Module] | None:
-        """The live modules with the last of which the casts end; None if they last until they are removed."""
+        """The live modules of these casts, which end with the last one; None if the casts last until `discard`."""
 
     def note_use(self) -> None:
         """Note that the casts were used; wrappers call this at the first call."""
 
     def tell(self, call: Call) -> None:
-        """Pass `call` on to the observers; wrappers call this if there are any."""
+        """Pass `call` to the observers; wrappers call this if there are any."""
 
     def discard(self) -> None:
-        """End them, now or as soon as no other thread holds a lock that this needs."""
+        """End these casts, now or as soon as no other thread holds a lock that the removal needs."""

@@ -1,4 +1,4 @@
-"""Dynamo's tables of torch's functions, which must name the originals while these are patched."""
+"""Dynamo's compiled code, its lock, and its tables of torch's functions, which must have the originals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amp_engine.casting.replacements import ORIGINALS
 
 
 def dynamo_if_free() -> AbstractContextManager[bool]:
-    """Give True if no thread compiles, this one included; then none begins to compile inside of the context."""
+    """Return a context that gives True if no thread, this one included, compiles; then none starts to inside of it."""
     lock = _compile_lock()
     if lock is None:
         return nullcontext(True)
@@ -22,7 +22,7 @@ def dynamo_if_free() -> AbstractContextManager[bool]:
 
 
 def dynamo_at_rest() -> AbstractContextManager[Any]:
-    """Wait until no other thread compiles; then none begins to compile inside of the context."""
+    """Return a context that waits until no other thread compiles; none starts to inside of it."""
     return _compile_lock() or nullcontext()
 
 
@@ -31,7 +31,7 @@ def _compile_lock() -> Any:
 
 
 def discard_compiled() -> None:
-    """Discard Dynamo's compiled code: its guards see functions replaced, but not methods, operators and hooks."""
+    """Discard Dynamo's compiled code: its guards notice replaced functions, but not methods, operators and hooks."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
@@ -42,6 +42,6 @@ def know_originals() -> None:
     trace_rules.get_tensor_method.cache_clear()
     known = trace_rules.get_torch_obj_rule_map()
     in_graph = trace_rules.TorchInGraphFunctionVariable
-    if any(known.get(patched) is in_graph for patched, _ in ORIGINALS.values()):  # looked up too early, by other code
+    if any(known.get(patched) is in_graph for patched, _ in ORIGINALS.values()):  # looked up while patched
         trace_rules.get_torch_obj_rule_map.cache_clear()
         trace_rules.get_torch_obj_rule_map()

@@ -25,14 +25,14 @@ from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.levels import report
 from amp_engine.levels.policy import Policy
 
-_WATCHING: list[Observer] = []  # of all engines: told of calls where no engine has casts
+_WATCHING: list[Observer] = []  # observers of all engines, for calls while no engine has casts
 
 
 class EngineCasts:
     """The casts of one engine: at most one `FunctionCasts` at a time.
 
     Args:
-        say: says a message; with True on the first of several ranks only.
+        say: prints a message; with `rank0=True` on rank 0 only.
     """
 
     def __init__(self, say: Callable[..., None]) -> None:
@@ -43,16 +43,16 @@ class EngineCasts:
         self._removals: list[tuple[Any, str]] = []
         self._observers: list[Observer] = []
         self._said_ended = False
-        self._casts_model_at: str | None = None  # the newest level, if that casts the model and no functions
+        self._casts_model_at: str | None = None  # the newest level, if it casts the model and no functions
         self._said_without = False
 
     @property
     def casts(self) -> FunctionCasts | None:
-        """The casts, from `install` to the end of the last of their modules, or `remove`."""
+        """The casts, from `install` until `remove` or until the last of their modules is freed; else None."""
         casts = self._installed
         return None if casts is None or casts.has_ended else casts
 
-    # Asked by a step.
+    # For a step.
 
     def off(self) -> AbstractContextManager[None] | None:
         """Return a context without function casts in this thread; None if there are no casts."""
@@ -64,17 +64,17 @@ class EngineCasts:
         return None if cache is None else cache.copies(weights)
 
     def written(self, weights: Sequence[Tensor]) -> None:
-        """Keep the copies: a step wrote these weights and their copies, and no other weight."""
+        """Note that a step wrote these weights and their copies, and no other weight: copies stay valid."""
         cache = None if self.casts is None else self.casts.weight_copies
         if cache is not None:
             cache.written(weights)
 
-    # Asked by a backward.
+    # For a backward.
 
     def note_use(self, wanted: bool) -> None:
-        """Note that a loss was computed. Says once that `wanted` casts have ended with their modules.
+        """Note that a loss was computed. Says once if casts are `wanted` but have ended with their modules.
 
-        If nothing has used the casts yet, `initialize` was called as a switch, and they count as used from now on.
+        If nothing has used the casts yet, `initialize` was called as a switch, and the casts count as used from now on.
         """
         casts = self._installed
         if casts is None:
@@ -102,7 +102,7 @@ class EngineCasts:
         return f"Function casts are not on at {level}; O1 and O4 cast functions."
 
     def why_ended(self, policy: Policy | None) -> str | None:
-        """Explain, for users, why functions that `policy` casts are cast no more; None if that is not so."""
+        """Explain, for users, why the function casts of `policy` have ended; None if they have not, or it has none."""
         is_over = policy is not None and policy.patch_torch_functions and self.casts is None
         return report.casts_ended(self._installed.origin) if is_over and self._installed is not None else None
 
@@ -131,7 +131,7 @@ class EngineCasts:
         self._say_without([registration])
 
     def unregister(self, module: Any, name: str) -> None:
-        """Run `module.name` without casts, registered or listed as it may be, until `discard_lists` or `register`."""
+        """Run `module.name` without casts, even if registered or listed, until `discard_lists` or `register`."""
         check_patchable(module, name)
         removal = (module, name)
         registrations = [registration for registration in self._registrations if not _names(removal, registration)]
@@ -182,18 +182,18 @@ class EngineCasts:
         """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts.
 
         Args:
-            everywhere: False casts in cast regions alone.
+            everywhere: False casts in cast regions only.
             options: `enable_caching`, `allow_banned` and `verbose` of FunctionCasts.
 
         The casts end with the last module of `models` and of the models of the earlier casts; without `models` they
         last until `remove`.
 
-        Raises AmpValueError like `check`, and changes nothing.
+        Raises AmpValueError like `check`; then nothing has changed.
         """
         self.check(everywhere)
         of_casts = {**options, "dtype": dtype, "origin": origin, "everywhere": everywhere}
         new = _modules_of(models)
-        with patch_torch.changing():  # or the casts of an `initialize` in another thread would stay for ever
+        with patch_torch.changing():  # else casts that another thread installs meanwhile would never be removed
             before = self.casts
             earlier = [] if before is None else before.modules
             lasts = earlier is None or not models
@@ -206,7 +206,7 @@ class EngineCasts:
         return casts
 
     def check(self, everywhere: bool) -> None:
-        """Raise AmpValueError for a wrong AMP_ENGINE_HALF, _FLOAT or _PROMOTE, or casts of another `everywhere`."""
+        """Raise AmpValueError for a wrong AMP_ENGINE_HALF, _FLOAT or _PROMOTE, or if `everywhere` differs from now."""
         from_environment(os.environ, self._registrations)
         casts = self.casts
         if casts is not None and casts.everywhere != everywhere:
@@ -257,12 +257,12 @@ class EngineCasts:
         return casts
 
     def end_of(self, models: Any, level: str) -> None:
-        """End the casts for `models`, now at a level without function casts. Says so if functions are still cast."""
+        """End the casts for `models`, whose new `level` has no function casts. Says if functions are still cast."""
         self._casts_model_at, self._said_without = None, False
         if self.casts is not None and self.casts.let_go(_modules_of(models)):
             self.remove()
         if patch_torch.newest() is not None:
-            gc.collect()  # a model in a cycle of references may not be in use any more
+            gc.collect()  # frees models that only cycles of references keep alive
         patch_torch.discard_switches()
         newest = patch_torch.newest()
         if newest is not None:
@@ -270,7 +270,7 @@ class EngineCasts:
             self._say(report.still_casting(level, newest.origin, newest.dtype), rank0=True)
 
     def remove(self) -> None:
-        """Give torch its functions back."""
+        """End the casts and restore torch's functions."""
         with patch_torch.changing():
             casts, self._installed = self._installed, None
             self._casts_model_at, self._said_without = None, False
@@ -287,7 +287,7 @@ class EngineCasts:
 
     @contextmanager
     def observed(self, explanation: Explanation) -> Iterator[None]:
-        """Have `explanation` see each call, also under casts that are installed meanwhile, and where there are none."""
+        """Pass each call to `explanation`, also under casts that are installed meanwhile, and while there are none."""
         told = _weakly(explanation.tell)
         try:
             self._observers.append(explanation.tell)
@@ -305,7 +305,7 @@ class EngineCasts:
 
 
 def _stop_watching() -> None:
-    """In a forked child, whose calls nobody in the parent is told of, and which may lack the thread that explains."""
+    """Stop observing in a forked child: its calls do not reach the parent, and it may lack the thread that explains."""
     if _WATCHING:
         _WATCHING.clear()
         patch_torch.remove_discarded()
@@ -315,7 +315,7 @@ os.register_at_fork(after_in_child=_stop_watching)
 
 
 def _weakly(tell: Observer) -> Observer:
-    """Return an observer that keeps alive neither an explanation that is dropped without its exit nor its engine."""
+    """Return an observer that keeps neither the explanation, which may be dropped before its exit, nor its engine."""
     ref = weakref.WeakMethod(tell)
 
     def told(call: Call) -> None:

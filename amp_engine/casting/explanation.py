@@ -25,11 +25,11 @@ class Record:
 
     Attributes:
         function: qualified name, such as "torch.nn.functional.linear" or "torch.Tensor.softmax".
-        listed: the list that it is on: half, float, promote, match_self, refused_in_place or banned.
-        dtype: the type that it ran in: the widest floating one among its arguments after casting; None without any.
+        listed: the list that the function is on: half, float, promote, match_self, refused_in_place or banned.
+        dtype: the type that it ran in: the widest floating type among its arguments after casting; None if none.
         calls: number of calls.
         casts: number of tensors that were cast for it.
-        cached: number of casts that were saved because the cache had a weight's cast.
+        cached: number of casts that the cache of weights saved.
         bytes_moved: bytes that the casts read and wrote.
     """
 
@@ -45,13 +45,13 @@ class Record:
 class Explanation(Paged):
     """The calls of listed functions inside of `with amp.explain() as explanation:`, in all threads.
 
-    Functions on no list are not seen, nor is what an optimizer's step and the exit of `scale_loss` compute, nor code
-    that torch.compile compiled: there casts are part of the graph. `str(explanation)` is a table. Each `with` starts
-    anew. No host sync.
+    Not counted: functions on no list, calls by an optimizer's step or the exit of `scale_loss`, and code that
+    torch.compile compiled, where casts are part of the graph. `str(explanation)` is a table. Each `with` starts from
+    zero. No host sync.
 
     Args:
-        watch: opens a context in which this explanation is told of each call.
-        why_ended: returns the reason why functions are cast no more, or None.
+        watch: returns a context in which this explanation gets each call.
+        why_ended: returns the reason why functions are no longer cast, or None.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ _STEPS = ("torch.optim.optimizer", "amp_engine.optimizers.")
 
 
 def _is_of_a_step() -> bool:
-    """True for a call of ours or of a step, but not in a module, nor in a closure that makes a graph."""
+    """True if amp_engine or an optimizer's step made the call, outside of modules and closures with gradients on."""
     frame: FrameType | None = sys._getframe(2)
     is_in_step = not torch.is_grad_enabled()
-    is_first = True  # of the frames outside of torch and of the patches
+    is_first = True  # no frame outside of torch and casting/ was seen yet
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if name == "torch.nn.modules.module" or name.startswith(_OURS):

@@ -1,8 +1,8 @@
-"""Casts at `forward`: a model and its parts get subclasses of their classes that cast, as FSDP2 swaps classes.
+"""Casts at `forward`: subclasses that cast replace the classes of a model and its parts, as FSDP2 replaces classes.
 
-Torch's call of a module, a direct `module.forward(x)` and every user's hook see the types outside of the casts. The
-subclass has the name, module and signature of the module's own class. An attribute of the module says what to cast, so
-that copies, replicas and pickles take it along, and other instances of the subclass are left alone.
+torch's call of a module, a direct `module.forward(x)` and every user's hook see inputs before the casts and outputs
+after them. The subclass has the name, module and signature of the module's own class. An attribute of the module says
+what to cast: copies, replicas and pickles have it too, and other instances of the subclass cast nothing.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ForwardCasts:
     """The casts of one forward.
 
     Attributes:
-        inputs, outputs: the types to which it casts floating inputs and outputs; None leaves them alone.
-        functions: True if functions are cast inside, outside of other regions.
+        inputs, outputs: the types to which floating inputs and outputs are cast; None: they are not cast.
+        functions: True if functions are cast inside, unless another region is already open.
         of_part: True if the module is part of a model. It casts only when called from outside of every forward that
-            casts, and casts inputs only if one of its parameters has their type, unlike a batch norm in FP32.
-        of_typed: True if it casts nothing when it has parameters but none of the inputs' type, as a copy that was
+            casts, and casts inputs only to a type that one of its parameters has: not for a batch norm in FP32.
+        of_typed: True if a module with parameters, but none of type `inputs`, casts nothing, such as a copy that was
             converted.
     """
 
@@ -57,9 +57,9 @@ class ForwardCasts:
 
 
 def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
-    """Have the forward of `module` cast from now on, by `casts` alone.
+    """Have the forward of `module` cast from now on as `casts` says, instead of earlier casts.
 
-    Changes nothing if the class cannot be swapped: that of a scripted module, or one with slots of its own.
+    Changes nothing if the class cannot be replaced, such as that of a scripted module or one with its own slots.
     """
     _inside.forward = is_inside()  # the attribute exists from now on: Dynamo guards that
     with suppress(TypeError):
@@ -71,7 +71,7 @@ def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules in `module` that have parameters and can cast, and lists of modules.
 
-    Leaves out modules that compute a parametrized weight, which any code may read.
+    Skips modules that compute a parametrized weight, because any code may read that weight.
     """
     for part in module.children():
         if isinstance(part, (torch.jit.ScriptModule, ParametrizationList)):
@@ -84,7 +84,7 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def cast_joining(part: nn.Module, module: nn.Module) -> None:
-    """Have `part`, which is added to `module`, cast like the parts that are in it."""
+    """Have `part`, which is added to `module`, cast like the other parts of `module`."""
     casts = casts_of(module)
     if casts is not None and (casts.inputs is not None or casts.functions):
         for one in parts_of(nn.ModuleList([part])):
@@ -98,14 +98,14 @@ def casts_of(model: nn.Module) -> ForwardCasts | None:
 
 
 def restore_class(model: nn.Module) -> None:
-    """Give `model` its own class back. A class that was since derived from the subclass stays, without casts."""
+    """Restore the class of `model`. A class that other code has derived from the subclass stays, without casts."""
     vars(model).pop(_CASTS, None)
     _change_class(model, lambda cls: vars(cls).get(_OWN_CLASS, cls))
 
 
 def is_cast_at_forward(model: nn.Module) -> bool:
     """True if a call of `model` reaches the forward that casts, not one that was assigned to the instance."""
-    # Other code may have given it another class since.
+    # Other code may have changed the class since `cast_forward`.
     return isinstance(model, _CastsAtForward) and casts_of(model) is not None and "forward" not in vars(model)
 
 
@@ -115,7 +115,7 @@ def is_inside() -> bool:
 
 
 def is_called_from_outside() -> bool:
-    """True if neither a forward that casts nor a model whose hooks cast in its place is running in this thread."""
+    """True if this thread runs neither a forward that casts nor a model that casts by hooks instead."""
     return not is_inside() and (torch.compiler.is_compiling() or not _is_called_by_cast_model())
 
 
@@ -144,7 +144,7 @@ _NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 class _CastsAtForward:
     """The first base of each subclass that casts, before the model's own class."""
 
-    _amp_engine_casts = None  # torch.jit.script reads annotations
+    _amp_engine_casts = None  # no annotation, as torch.jit.script would read it
 
     def __init_subclass__(cls) -> None:
         """Do not call `__init_subclass__` of a user's class, which may keep a list of its subclasses."""
@@ -181,7 +181,7 @@ def _casting(own: type[nn.Module]) -> Any:
     function.__code__ = function.__code__.replace()  # Dynamo counts compilations by code object
 
     with suppress(TypeError, ValueError):
-        function.__signature__ = inspect.signature(own.forward)  # getfullargspec asks it
+        function.__signature__ = inspect.signature(own.forward)  # inspect.getfullargspec reads it
     names = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
@@ -204,12 +204,12 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
         if not has_parameter_of(module, inputs):
             inputs = None
     elif casts.of_typed and not has_parameter_of(module, inputs) and any(True for _ in module.parameters()):
-        inputs = outputs = None  # a replica of DataParallel has no parameters, and is cast
+        inputs = outputs = None  # a replica of DataParallel has no parameters, but casts
     if inputs is not None:
         given = args, kwargs
         args, kwargs = cast_tensors(args, inputs), cast_tensors(kwargs, inputs)
         if casts.of_part and not torch.compiler.is_compiling() and is_in_backward():
-            # An activation checkpoint recomputes: outside of the model only if there is something to cast.
+            # An activation checkpoint recomputes the part, which ran outside of the model only if inputs need a cast.
             outputs = None if args is given[0] and kwargs is given[1] else outputs
     before = is_inside()
     _inside.forward = True
@@ -239,7 +239,7 @@ def has_parameter_of(module: nn.Module, dtype: torch.dtype | None) -> bool:
     return any(param.dtype is dtype for param in module.parameters())
 
 
-part_of_a_graph(_cast_around, compile_what_it_calls=True)  # where the graph breaks inside of the `try`
+part_of_a_graph(_cast_around, compile_what_it_calls=True)  # for graphs that break inside of the `try`
 
 
 def _change_class(module: nn.Module, change: Callable[[Any], Any]) -> None:
@@ -253,4 +253,4 @@ def _change_class(module: nn.Module, change: Callable[[Any], Any]) -> None:
 
 
 def _set_class(model: nn.Module, cls: type) -> None:
-    object.__dict__["__class__"].__set__(model, cls)  # bypasses a `__setattr__` and a `__class__` of the user's
+    object.__dict__["__class__"].__set__(model, cls)  # bypasses the user's own `__setattr__` and `__class__`

@@ -33,14 +33,14 @@ class FunctionCasts:
         enable_caching: keep casts of weights within an iteration.
         allow_banned: run banned functions in FP32 instead of refusing them.
         verbose: report each cast.
-        registrations: functions that are cast, too; they win over the lists.
+        registrations: more functions that are cast; they win over the lists.
         removals: owner and name of functions that are not cast, listed or not.
         emit: takes the reports.
-        observers: told of each call, in any thread; who changes the list calls `patch_torch.tell_native` afterwards.
-        native: True if the compiled wrappers cast, if there are any; False if the Python ones do.
-        origin: names, in messages, the level or call that switched the casts on.
-        everywhere: cast outside of all regions, too; False: in cast regions alone.
-        only_observe: cast nothing, and tell observers of each call.
+        observers: get each call, in any thread; code that changes the list must call `patch_torch.tell_native`.
+        native: True to cast by the compiled wrappers, if there are any; False to cast by the Python ones.
+        origin: the level or call that switched the casts on, for messages.
+        everywhere: True to cast also outside of all regions; False to cast in cast regions only.
+        only_observe: cast nothing, but pass each call to the observers.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class FunctionCasts:
         self.everywhere = everywhere
         self.only_observe = only_observe
         self.has_ended = False
-        self.were_used = True  # True also if nothing depends on it
+        self.were_used = True  # False only from `belong_to` with modules to the first use
         self._owner: weakref.ref[Any] | None = None
-        self._modules: dict[int, weakref.ref[nn.Module]] | None = None  # by id: a class may compare by value
+        self._modules: dict[int, weakref.ref[nn.Module]] | None = None  # by id, as a class may compare by value
 
     def belong_to(self, owner: Any, modules: Iterable[nn.Module] | None) -> None:
-        """End with `owner` and, unless `modules` is None, with the last of them. Call it once, before `install`.
+        """End these casts when `owner` or, unless `modules` is None, the last of `modules` is freed.
 
-        The owner has these casts as its attribute `casts`, and removes them.
+        Call it once, before `install`. The owner has these casts as its attribute `casts`, and removes them.
 
-        These are modules, not models, because a module may be taken out of its model, put into another, and used
-        without it. If all are gone before anything was cast, `initialize` was called as a switch, and the casts last
-        until they are removed.
+        `modules` has all modules of the models, because a module may be taken out of its model, put into another, and
+        used without it. If all modules are freed before anything was cast, `initialize` was called as a switch, and
+        the casts last until they are removed.
         """
         this = weakref.ref(self)
 
@@ -108,25 +108,25 @@ class FunctionCasts:
         self._owner = weakref.ref(owner, end)
 
     def note_use(self) -> None:
-        """Note that the casts were used. Until then calls go through Python, which notes the first one here."""
+        """Note that the casts were used. Until then calls go through the Python wrappers, which call this."""
         self.were_used = True
         patch_torch.tell_native()
 
     @property
     def is_wanted(self) -> bool:
-        """True unless they have ended, or their owner is gone or does not have them, as a forked child may find."""
+        """False if these casts have ended, or their owner was freed or has other casts, as may be in a forked child."""
         owner = None if self._owner is None else self._owner()
         return not self.has_ended and (self._owner is None or (owner is not None and owner.casts is self))
 
     @property
     def modules(self) -> list[nn.Module] | None:
-        """The live modules with the last of which the casts end; None if they last until they are removed."""
+        """The live modules of these casts, which end with the last one; None if the casts last until `discard`."""
         if self._modules is None:
             return None
         return [module for ref in list(self._modules.values()) if (module := ref()) is not None]
 
     def let_go(self, modules: Iterable[nn.Module]) -> bool:
-        """Stop lasting for these modules. True if no module is left, so that the casts should be removed."""
+        """Forget these modules. True if no module is left: the caller should then remove the casts."""
         if self._modules is None:
             return False
         for module in modules:
@@ -135,7 +135,7 @@ class FunctionCasts:
 
     @property
     def is_active(self) -> bool:
-        """True if these casts are the newest installed ones, and not disabled here."""
+        """True if these casts are the newest installed ones, and not disabled in this thread."""
         return in_force.current() is self
 
     @property
@@ -145,12 +145,12 @@ class FunctionCasts:
 
     @property
     def weight_copies(self) -> WeightCache | None:
-        """The cache, for a step that writes weights and their copies; None while it is not used."""
+        """The cache, for a step that writes weights and their copies; None while caching is off or not in force."""
         return self.cache if self.enable_caching and in_force.in_force(self) else None
 
     @property
     def is_observed(self) -> bool:
-        """True if casts are reported or observed; then calls go through wrappers.py."""
+        """True if casts are reported or observed: calls then go through wrappers.py."""
         return self.verbose or bool(self.observers)
 
     def tell(self, call: Call) -> None:
@@ -175,7 +175,7 @@ class FunctionCasts:
         patch_torch.remove(self)
 
     def discard(self) -> None:
-        """Remove the casts, for a finalizer: waits for no other thread, but may leave the removal to one."""
+        """Remove the casts, for a finalizer: does not wait for another thread, but may leave the removal to it."""
         self.has_ended = True
         if not sys.is_finalizing():
             patch_torch.discard(self)
@@ -185,7 +185,7 @@ class FunctionCasts:
         """Cast nothing inside, in any thread. Nests."""
         # Guards of compiled code see the region, not the count.
         region = float_region() if in_force.in_force(self) else nullcontext()
-        if torch.compiler.is_compiling():  # Dynamo traces no lock
+        if torch.compiler.is_compiling():  # Dynamo cannot trace locks
             with region:
                 yield
             return
@@ -197,7 +197,7 @@ class FunctionCasts:
             self._disable(-1)
 
     def switch(self, on: bool) -> None:
-        """Cast, or cast nothing in any thread until switched on again. Does not nest."""
+        """Switch the casts on or off, in all threads. Does not nest."""
         if on == self._is_switched_off:
             self._is_switched_off = not on
             self._disable(-1 if on else 1)

@@ -1,4 +1,4 @@
-"""The installed casts, of which the newest are in force: torch's functions do them."""
+"""The installed casts. The newest of them are in force: torch is patched for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STACK: list[Casts] = []
 
 
 def in_force(casts: Casts) -> bool:
-    """True if torch's functions do `casts` now."""
+    """True if `casts` are the newest installed ones."""
     try:
         return STACK[-1] is casts
     except IndexError:
@@ -18,7 +18,7 @@ def in_force(casts: Casts) -> bool:
 
 def is_installed() -> bool:
     """True if any casts are installed, switched on or off."""
-    return len(STACK) > 0  # bool() of it breaks graphs in torch 2.11
+    return len(STACK) > 0  # bool(STACK) breaks graphs in torch 2.11
 
 
 class _Watch:
@@ -26,20 +26,20 @@ class _Watch:
 
 
 def set_watching(casts: Casts | None) -> None:
-    """Have `casts`, which only observe, or none be current where none are installed."""
+    """Make `casts`, which only observe, or None current while no casts are installed."""
     _Watch.casts = casts
 
 
 def watching() -> Casts | None:
-    """Return the casts that only observe, where none are installed; None if nobody does."""
+    """Return the casts of `set_watching`."""
     return _Watch.casts
 
 
 def current() -> Casts | None:
-    """Return the casts in force, or None if they are switched off. Where none are installed: `watching()`.
+    """Return the casts in force, or None if they are disabled; `watching()` while no casts are installed.
 
-    Patched functions ask at each call, so that a function that was kept, as by `self.act = F.gelu`, follows the engine
-    through another `initialize` and is the plain function after `close`.
+    Patched functions call this at each call, so that one that was kept, as by `self.act = F.gelu`, follows the engine
+    through another `initialize` and acts as the original after `close`.
     """
     try:
         casts = STACK[-1]

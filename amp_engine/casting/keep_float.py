@@ -1,6 +1,6 @@
-"""Modules that O1 leaves alone: casts are off inside of their forward, and their inputs are FP32.
+"""Kept modules at O1: nothing is cast inside of their forward, and their inputs are FP32.
 
-The hooks are module-level functions: a module pickles, deepcopies and compiles with them.
+The hooks are functions of this file, so that modules with them can be pickled, copied and compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class _Inside(threading.local):
-    """The kept modules whose forward this thread is in, each with its region, and torch's frame that calls it.
+    """The modules whose forward this thread runs in a region of ours, each with its region and the frame of its call.
 
     The module is needed because torch calls `leave_float` without `enter_float` if a user's hook raised before it. The
     frame is needed because torch calls no hook after a KeyboardInterrupt: a forward that still runs is on the stack.
@@ -43,7 +43,7 @@ _inside = _Inside()
 
 
 def keep_float(module: M, keep: bool = True) -> M:
-    """Keep `module` in FP32, like `Engine.keep_float`, or take it back. Raises AmpTypeError if it is no module."""
+    """Keep `module` in FP32, like `Engine.keep_float`, or stop keeping it. Raises AmpTypeError if it is no module."""
     if not isinstance(module, nn.Module):
         raise AmpTypeError(
             f"keep_float() takes a torch.nn.Module, not a {type(module).__name__}.  Call amp.keep_float(model.head); "
@@ -73,7 +73,7 @@ def is_kept(module: nn.Module) -> bool:
 
 
 def kept_modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield each kept module of `model`, and True if it is in no other kept one."""
+    """Yield each kept module of `model`, and True if it is inside of no other kept module."""
     within: set[nn.Module] = set()
     for module in model.modules():  # parents first
         if is_kept(module):
@@ -84,7 +84,7 @@ def kept_modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 def discard_interrupted(compiled: bool = True) -> None:
     """Leave the regions of modules whose forward an interrupt has ended in this thread.
 
-    compiled: leave also modules that compiled code entered, for which no frame is known. None of them may be running.
+    compiled: also leave modules that compiled code entered, whose frames are not known; none of these may be running.
     """
     regions = _inside.regions
     running = set(map(id, stack())) if regions else set()
@@ -123,7 +123,7 @@ def _enter(module: nn.Module, region: Iterator[None]) -> None:
 
 
 def _region(kind: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    # A generator, as Dynamo traces no call of __enter__, but does trace a `with` that is left in another function.
+    # A generator, as Dynamo cannot trace a call of __enter__, but can trace a `with` that exits in another function.
     with kind():
         yield
 
@@ -133,7 +133,7 @@ part_of_a_graph(enter_casts)
 part_of_a_graph(leave_float)
 
 
-# Where the hooks of a module are, and what torch notes about them elsewhere.
+# The attributes of a module that hold its hooks, and for each the attributes in which torch notes options of hooks.
 _HOOKS: dict[str, list[str]] = {
     "_forward_pre_hooks": ["_forward_pre_hooks_with_kwargs"],
     "_forward_hooks": ["_forward_hooks_with_kwargs", "_forward_hooks_always_called"],
@@ -145,7 +145,7 @@ _HOOKS: dict[str, list[str]] = {
 
 
 def remove_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
-    """Remove such hooks from `module` itself, and return them."""
+    """Remove the hooks for which `is_ours` returns True from `module` itself, and return them."""
     removed = []
     for name, extras in _HOOKS.items():
         hooks = getattr(module, name)

@@ -1,7 +1,7 @@
-"""The functions that O1 casts, and their types. Data only; a name that a torch version lacks is passed over.
+"""The functions that O1 casts, and their types. Data only; names that a torch version lacks are skipped.
 
 There are two sources. Functions that apex listed stay as apex had them, even if torch.autocast does otherwise (gelu and
-pow in FP32, prelu in half, `half.cpu()` gives FP32). Functions that PyTorch got since then follow torch.autocast's
+pow in FP32, prelu in half, `half.cpu()` gives FP32). Functions that PyTorch has added since follow torch.autocast's
 lists for CUDA (ATen/autocast_mode.h), on every device: the CPU lists lack softmax, layer_norm, exp and pow.
 """
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CastLists:
-    """Names in one namespace, by what is done to their arguments.
+    """Names of functions in one namespace, by how their arguments are cast.
 
     Attributes:
         half: cast to the low-precision type.
         float: cast to float32.
-        promote: where float32 and low precision meet, cast to float32.
+        promote: cast to float32 if arguments mix float32 and low precision.
         sequence: like `promote`, inside of a sequence of tensors, which is the first argument.
         match_self: in-place methods whose other arguments take the type of the tensor written to.
         refused_in_place: in-place functions that would lose range: an error on float16.
-        banned: an error on float16 that names the cure.
+        banned: an error on float16 that says what to use instead.
     """
 
     half: tuple[str, ...] = ()
@@ -201,7 +201,7 @@ TENSOR = CastLists(
         *(f"{name}_" for name in ("addmm", "addmv", "addr", "addbmm", "baddbmm")),
         *(f"{name}_" for name in ("addcdiv", "addcmul", "atan2", "add", "div", "mul")),
         *(f"{name}_" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
-        # since apex: torch writes no other type, and softmax gives FP32
+        # since apex: torch refuses arguments of another type, and softmax gives FP32
         *(f"index_{name}_" for name in ("add", "copy", "put")),
         *(f"{name}_" for name in ("lerp", "masked_scatter", "put", "scatter", "scatter_add", "scatter_reduce")),
     ),
@@ -215,13 +215,13 @@ TENSOR = CastLists(
 # FP32, too. The backward of cumsum and cumprod would run in the type of the argument.
 FLOAT_BY_DTYPE = frozenset(("log_softmax", "prod", "softmax", "sum"))
 
-# Promoted functions that torch itself computes in the widest type, if no tensor is 0-dim. In-place operators are left
-# out, as they keep the type of the tensor that they write to, and cat and stack, as torch is slow at it.
+# Promoted functions that torch itself computes in the widest type, if no tensor is 0-dim. Without in-place operators,
+# which keep the type of the tensor that they write to, and without cat and stack, which torch promotes slowly.
 PROMOTED_BY_TORCH = frozenset(
     (
         *("add", "sub", "mul", "div", "atan2", "addcdiv", "addcmul"),
         *(f"__{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
-        *("__radd__", "__rmul__", "__rsub__"),  # __rtruediv__ is a reciprocal first, in its own type
+        *("__radd__", "__rmul__", "__rsub__"),  # not __rtruediv__: torch takes the reciprocal first
         *("eq", "ge", "gt", "le", "lt", "ne"),
         *(f"__{name}__" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
     )

@@ -12,9 +12,10 @@ from amp_engine.casting.replacements import PatchedBuiltin
 
 
 def original(fn: Any) -> Any:
-    """Return the function or method that `fn` was patched over; `fn` itself if it is not a patched one.
+    """Return the function or method that the patched `fn` replaces; `fn` itself if it is not patched.
 
-    A bound method comes back bound to the same object. Also undoes the decorators `half_function` and its kin.
+    The original of a bound method is bound to the same object. Also removes the decorators `half_function`,
+    `float_function` and `promote_function`.
     """
     if isinstance(fn, MethodType):
         function = original(fn.__func__)
@@ -30,7 +31,7 @@ def original(fn: Any) -> Any:
 
 
 def _is_ours(fn: Any) -> bool:
-    # Told by the module of its code: functools.wraps copies any mark onto a user's wrapper.
+    # Decided by the module of the code, as functools.wraps copies attributes onto a user's wrapper.
     ours = (vars(wrappers), vars(recurrent))
     return isinstance(fn, PatchedBuiltin) or (
         isinstance(fn, FunctionType) and hasattr(fn, "__wrapped__") and any(fn.__globals__ is space for space in ours)

@@ -47,7 +47,7 @@ def from_environment(
         registrations: the program's registrations; the environment wins over them.
 
     Returns:
-        The functions to cast as well, of which the first registration counts; owner and name of functions not to cast.
+        The functions to cast, where the first registration of a function counts; owner and name of those not to cast.
 
     Imports the modules that the names begin with. Raises AmpValueError, which names variable and entry, if an entry has
     no sign, or its function does not exist, cannot be replaced, is added twice, or is taken off a list that it is not

@@ -1,7 +1,7 @@
 """Patches torch for the newest casts.
 
-At most one engine's casts are patched into torch. The installed casts form a stack: the newest are in force, and when
-they go the next newest are patched in, or torch is left as it was found.
+At most one engine's casts are patched into torch. The installed casts form a stack: the newest are in force. When they
+are removed, the next newest are patched in; without any, torch is as it was found.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def changing() -> Iterator[None]:
 
 
 def install(casts: Casts) -> None:
-    """Put `casts` in force. If that fails, the casts that were in force stay so."""
+    """Put `casts` in force. If that fails, the earlier casts stay in force."""
     with changing():
         STACK.append(casts)
         try:
@@ -77,16 +77,16 @@ def remove(casts: Casts) -> None:
 def discard(casts: Casts) -> None:
     """Remove `casts`, for finalizers, which may run at any allocation: waits for no other thread.
 
-    If another thread holds a lock that this needs, that thread removes the casts. While Dynamo compiles, they stay
-    until the next collection of garbage, optimizer step or call that concerns casts, as their removal discards its
-    caches.
+    If another thread holds a lock that the removal needs, that thread removes the casts. While Dynamo compiles, they
+    stay until the next garbage collection, optimizer step or call that concerns casts, as their removal discards
+    Dynamo's caches.
     """
     _discarded.append(casts)
     remove_discarded()
 
 
 def remove_discarded() -> None:
-    """Remove what finalizers could not remove under a lock: casts, and observing ones without an observer.
+    """Remove casts that finalizers could not remove under a lock, and casts that only observe but have no observers.
 
     Call it after a lock is released.
     """
@@ -108,16 +108,16 @@ def _is_unobserved() -> bool:
 
 
 def discard_switches() -> None:
-    """Remove casts, of any engine, whose modules were gone before anything was cast."""
+    """Remove casts, of any engine, whose modules were all freed before anything was cast."""
     for casts in list(STACK):
         if casts.modules == []:
             casts.discard()
 
 
 def watch(casts: Casts) -> None:
-    """Have `casts`, which only observe, told of calls where no casts are installed, while they have observers.
+    """Pass calls to `casts`, which only observe, while no casts are installed and `casts` have observers.
 
-    Does nothing if others are told already. Call it under `changing`.
+    Does nothing if other casts already observe. Call it under `changing`.
     """
     if watching() is None:
         with dynamo_at_rest():
@@ -157,7 +157,7 @@ def _take_out(casts: Casts) -> None:
 
 
 class _Applying:
-    """Patches torch for the newest casts, and starts anew if a collection of garbage ends an engine meanwhile."""
+    """Patches torch for the newest casts, and again if a garbage collection ends an engine meanwhile."""
 
     def __init__(self) -> None:
         self._is_outdated = self._is_within = False
@@ -165,7 +165,7 @@ class _Applying:
         os.register_at_fork(after_in_child=self._repair)
 
     def apply_newest(self) -> None:
-        """Patch torch for the newest casts, under `locks.install`. Within itself, leaves that to the outer call."""
+        """Patch torch for the newest casts, under `locks.install`. A nested call leaves that to the outer call."""
         self._is_outdated = True
         while self._is_outdated and not self._is_within:
             self._is_outdated, self._is_within = False, True
@@ -184,9 +184,9 @@ class _Applying:
             self.apply_newest()
 
     def _repair(self) -> None:
-        """Patch again, in a forked child, if another thread of the parent had patched half.
+        """Patch torch again in a forked child, if another thread of the parent was patching it at the fork.
 
-        That thread does not exist here, so casts that it was installing are discarded. Does not wait for Dynamo.
+        The child lacks that thread, so it discards casts that the thread was installing. Does not wait for Dynamo.
         """
         if not locks.install.was_held_by_another_thread:
             return
@@ -281,24 +281,24 @@ def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> 
     if owner is torch.Tensor and is_native:
         _patches.set(owner, name, patched_method(original, wrapper, name))
         return
-    # The unbound attribute: a class method must still get its class, and a static method nothing.
+    # The attribute without binding: a class method must still get its class, and a static method no object.
     as_it_stands = inspect.getattr_static(owner, name, original)
     is_method = isinstance(as_it_stands, (staticmethod, classmethod))
     space = owner if isinstance(owner, (ModuleType, type)) else type(owner)
     known_as = space.__name__ if isinstance(space, ModuleType) else f"{space.__module__}.{space.__qualname__}"
     patched = wrappers.wrap(wrapper, as_it_stands if is_method else original, current, f"{known_as}.{name}")
     if owner is torch.Tensor:
-        patched.__module__, patched.__qualname__ = "torch", f"Tensor.{name}"  # pickle finds it by these
+        patched.__module__, patched.__qualname__ = "torch", f"Tensor.{name}"  # for pickle
     if getattr(original, "__self__", None) is owner and space is not owner:
         patched = PatchedMethod(original, patched, owner, name)
     _patches.set(owner, name, patched)
 
 
 def _leave_saved_tensors() -> None:
-    """Have hooks on tensors that a graph saves cast nothing: they must give the graph its own types back.
+    """Run hooks of saved tensors without casts: they must return the types that the graph saved.
 
-    `Tensor.cpu` is on a list, and save_on_cpu calls it. torch.utils.checkpoint, which recomputes in such a hook,
-    restores the autocast of its forward, and the casts with it.
+    save_on_cpu calls `Tensor.cpu`, which is on a list. torch.utils.checkpoint recomputes in such a hook, but restores
+    the autocast state of its forward, and the casts with it.
     """
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
@@ -314,7 +314,7 @@ def _leave_saved_tensors() -> None:
 
 
 def _switch_off_fast_path() -> None:
-    """Disable eval mode's fused transformer encoder: its C++ bypasses the patches, with FP32 weights and half input."""
+    """Disable eval mode's fused transformer encoder: its C++ bypasses the patches, and would mix FP32 and half."""
     before = torch.backends.mha.get_fastpath_enabled()
     _patches.on_undo(lambda: torch.backends.mha.set_fastpath_enabled(before))
     torch.backends.mha.set_fastpath_enabled(False)

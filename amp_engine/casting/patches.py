@@ -13,7 +13,7 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 class Patches:
     """Assignments to attributes of foreign objects, and calls that undo them.
 
-    A fork may find any of this half done, so each undo is noted before its assignment, and may run twice.
+    A fork may come between any two statements, so each undo is noted before its assignment, and may run twice.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Patches:
             raise
 
     def on_undo(self, call: Callable[[], Any]) -> None:
-        """Have `undo` call `call`, perhaps twice. Register it before doing the thing that it undoes."""
+        """Have `undo` call `call`, perhaps twice. Register `call` before the change that it undoes."""
         self._undo.append(call)
 
     def undo(self) -> None:
@@ -47,13 +47,13 @@ class Patches:
             try:
                 self._undo[-1]()
             except Exception:
-                self._undo.pop()  # it would fail again; after a KeyboardInterrupt it is done again
+                self._undo.pop()  # it would fail again; only a KeyboardInterrupt keeps it for the next `undo`
                 raise
             self._undo.pop()
 
 
 def is_patchable(owner: Any) -> bool:
-    """True if attributes of `owner` can be assigned: it is no class written in C, and no object with slots."""
+    """True if attributes of `owner` can be assigned: it is neither a class written in C nor an object with slots."""
     is_immutable = isinstance(owner, type) and bool(owner.__flags__ & _IMMUTABLE_TYPE)
     return hasattr(owner, "__dict__") and not is_immutable
 

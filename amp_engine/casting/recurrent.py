@@ -15,7 +15,7 @@ from amp_engine.casting.lists import RECURRENT
 
 
 class RecurrentFunctions:
-    """Replaces the module `torch._VF` in `torch.nn.modules.rnn`: casts its recurrent functions, passes on the rest."""
+    """Replaces the module `torch._VF` in `torch.nn.modules.rnn`: adds casts to its recurrent functions."""
 
     def __init__(self, functions: ModuleType, current: wrappers.Current) -> None:
         self._functions = functions
@@ -40,11 +40,10 @@ def check_shapes_only(check_input: Callable[..., None], current: wrappers.Curren
 
 
 def cast_chunk(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | None:
-    """Cast weights that fill one storage by casting that storage's content once; None if they do not.
+    """Cast weights that fill one storage by casting the storage's content once; return None if they do not fill one.
 
-    cuDNN wants the weights of a recurrent network in one chunk, in an order of its own, and compacts them on
-    every call if they are not. The casts are views of one new chunk at the offsets of the originals, and
-    gradients flow to each weight.
+    cuDNN needs the weights of a recurrent network in one chunk in its own order, and otherwise compacts them on every
+    call. The casts are views of one new chunk at the offsets of the originals, and gradients flow to each weight.
     """
     order = sorted(range(len(weights)), key=lambda i: weights[i].storage_offset())
     end = 0
@@ -75,7 +74,7 @@ def _recurrent(fn: wrappers.Function, current: wrappers.Current) -> wrappers.Fun
 
 
 def _chunked(arg: Any, dtype: torch.dtype) -> Any:
-    """Cast a list of FP32 weights on CUDA into one chunk; return anything else, and other layouts, as it is."""
+    """Cast a list of FP32 weights on CUDA that fill one storage into one chunk; return any other `arg` unchanged."""
     if not isinstance(arg, (list, tuple)) or not arg:
         return arg
     if not all(isinstance(w, nn.Parameter) and w.device.type == "cuda" and w.dtype is torch.float32 for w in arg):

@@ -1,12 +1,12 @@
-"""Regions of one thread in which functions are cast or not, kept in a state that torch carries.
+"""Float and cast regions of one thread, kept in torch's autocast state.
 
-The state is the type of CPU autocast, which no other code sets to float32 or float64, as autocast has no such types.
-float32 marks a float region, float64 a cast region. torch carries this state where a flag of ours would be lost: Dynamo
-puts it into its graphs, so that patched methods, which run on fake tensors while a graph is made, see it, and
-activation checkpoints restore it when they recompute.
+A region is the type of CPU autocast: float32 in a float region, float64 in a cast region. No other code sets these
+types, as autocast does not support them. torch carries this state where it would lose a flag of ours: Dynamo puts it
+into its graphs, so that patched methods, which run on fake tensors while a graph is made, see it, and activation
+checkpoints restore it when they recompute.
 
-Dynamo's guards compare this type only if autocast is on, but always compare if autocast's cache is on. So the cache is
-off inside of a region that casts otherwise than outside of all regions, and on in the other regions.
+Dynamo's guards compare the type only if autocast is on, but always compare if autocast's cache is on. So the cache is
+off inside of a region where the casts differ from those outside of all regions, and on inside of the other regions.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 
 class _Outside:
-    """The casts outside of all regions, in every thread."""
+    """`is_cast`: True if functions are cast outside of all regions, in every thread."""
 
     is_cast = True
 
 
 def cast_everywhere(everywhere: bool) -> None:
-    """Cast outside of all regions, in every thread, or in cast regions alone. The caller must reset Dynamo after it."""
+    """Cast outside of all regions too, in every thread, or in cast regions only. The caller must then reset Dynamo."""
     _Outside.is_cast = everywhere
 
 
 def casts_here() -> bool:
-    """True if this thread is to cast functions now, if there are casts."""
-    # The cache does not tell: a torch.autocast of another device that was made outside switches it on inside.
+    """True if this thread casts functions now, provided that casts are in force."""
+    # The cache cannot decide: a torch.autocast of another device that was made outside switches it on inside.
     dtype = torch.get_autocast_dtype("cpu")
     return dtype is not torch.float32 if _Outside.is_cast else dtype is torch.float64
 

@@ -1,4 +1,4 @@
-"""A function that a user wants cast, beside the lists."""
+"""A function that a user registered for casts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Registration:
-    """A function that a user wants cast: `module.name`, as "half", "float" or "promote".
+    """A function that a user registered for casts: `module.name`, as "half", "float" or "promote".
 
     Raises ValueError if there is no such function.
     """

@@ -1,4 +1,4 @@
-"""The replacements of torch's functions while these are patched, and the original of each."""
+"""The replacements of patched functions of torch, and the original of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_engine.kernels.choice import CASTS
 
 
 class PatchedBuiltin:
-    """Replaces a builtin function of a module: like a builtin it binds to no instance, and is pickled by name."""
+    """Replaces a builtin function of a module: like a builtin, it binds to no instance and is pickled by name."""
 
     __qualname__: str
 
@@ -43,13 +43,13 @@ class PatchedMethod(PatchedBuiltin):
         self._owner_and_name = owner, name
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, self._owner_and_name  # the unpickled owner has the method by its class
+        return getattr, self._owner_and_name  # the unpickled owner gets the method from its class
 
 
-ORIGINALS: dict[int, tuple[Any, Any]] = {}  # by the id of the replacement, which is kept with its original
+ORIGINALS: dict[int, tuple[Any, Any]] = {}  # by id of the replacement, which is kept too, so its id stays valid
 
 
-@functools.cache  # one object for all installs, so that a function that was kept can be pickled by name
+@functools.cache  # one object for all installs, so that users' references to it can be pickled by name
 def patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name: str, is_native: bool) -> Any:
     """Return the replacement of `module.name`. torch.jit.script, which looks at code and ids, sees the original."""
     reference: Any = wrapper(original, current, f"{module}.{name}")
@@ -77,9 +77,9 @@ def patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name
 
 
 def _python_function(original: Any, call: Callable[..., Any]) -> Any:
-    """Make a Python function of `call`, with the original's signature, and code that torch.jit.script may look for.
+    """Make a Python function that calls `call`: with the original's signature, and code, which torch.jit.script reads.
 
-    Its code names the parameters, as `*args, **kwargs` would add 0.3 us to each call.
+    The code names the parameters, as `*args, **kwargs` would add 0.3 us to each call.
     """
     signature = inspect.signature(original, follow_wrapped=False)
     passed = []
@@ -98,7 +98,7 @@ def _python_function(original: Any, call: Callable[..., Any]) -> Any:
 
 @functools.cache
 def patched_method(original: Any, wrapper: wrappers.Wrapper, name: str) -> Any:
-    """Return what replaces `torch.Tensor.name`: a method descriptor, which Dynamo and operators take for torch's."""
+    """Return the replacement of `torch.Tensor.name`: a method descriptor, for Dynamo and operators like torch's own."""
     reference = wrapper(original, current, f"torch.Tensor.{name}")
     native: Any = CASTS
     doc = original.__doc__ or ""
@@ -109,5 +109,5 @@ def patched_method(original: Any, wrapper: wrappers.Wrapper, name: str) -> Any:
 
 
 def original(function: Any) -> Any:
-    """Return the original of a patched function of a module or native method; anything else as it is."""
+    """Return the original of a patched function of a module or native method; any other object unchanged."""
     return ORIGINALS.get(id(function), (None, function))[1]

@@ -1,4 +1,4 @@
-"""Discards copies of weights that an optimizer of others may have written while functions are cast."""
+"""Discards copies of weights that an optimizer may have written while functions are cast."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from amp_engine.casting.patches import Patches
 
 
 class _StepHooks(ChainMap[Any, Any]):
-    """torch's hooks after the step of any optimizer, and one of ours behind them, while functions are cast.
+    """torch's global hooks after optimizer steps, and behind them one of ours, while functions are cast.
 
-    It replaces torch's dictionary: a step in another thread may iterate over that, and would raise if we added to it.
-    Hooks that other code adds and removes meanwhile are added to and removed from torch's, which is the first map.
+    Replaces torch's dictionary, as a step in another thread may iterate over the dictionary, and would raise if we
+    added to it. Other code meanwhile adds and removes hooks in the first map, which is torch's dictionary.
     """
 
     def values(self) -> Any:
-        """Return a list of all hooks as they are now, which a step iterates over."""
+        """Return a list of the present hooks, over which a step iterates."""
         return [hook for hooks in self.maps for hook in list(hooks.values())]
 
 
-_step_hooks = _StepHooks()  # lives for ever: handles of hooks that are added to it refer to it weakly
+_step_hooks = _StepHooks()  # never freed, as handles of hooks that are added to it refer to it weakly
 
 
 def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[], None]) -> None:
-    """Discard casts of weights that may be written without moving their version.
+    """Discard casts after each optimizer's step, and orphans at each full garbage collection.
 
-    torch tells of writes that ask for memory; an optimizer may have kept an address as a number.
+    torch notes only writes that request memory; an optimizer may write to an address that it kept as a number.
 
     Args:
         cache: holds the casts.
-        patches: undo all of this.
-        afterwards: called when locks may be free that a finalizer found taken.
+        patches: undoes this.
+        afterwards: called when locks that a finalizer found taken may be free.
     """
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from amp_engine.ground.torch_private import TensorBase, fake_mode, without_subcl
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-CASTABLE = (*LOW_PRECISION, torch.float32)  # float64 and integers are never touched
+CASTABLE = (*LOW_PRECISION, torch.float32)  # float64 and integers are never cast
 
 _BANNED = (
     "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
@@ -36,8 +36,8 @@ _BANNED = (
 Function = Callable[..., Any]
 Current = Callable[[], Casts | None]
 Convert = Callable[[Tensor, Casts, Call | None], Tensor]
-Choose = Callable[[Casts, tuple[Any, ...], dict[str, Any]], Convert | None]  # how to convert arguments; may refuse them
-Wrapper = Callable[..., Function]  # takes (fn, current, name=None); observers are told `name`
+Choose = Callable[[Casts, tuple[Any, ...], dict[str, Any]], Convert | None]  # returns the conversion; may raise
+Wrapper = Callable[..., Function]  # takes (fn, current, name=None); observers get `name`
 
 
 def half(fn: Function, current: Current, name: str | None = None) -> Function:
@@ -51,9 +51,9 @@ def float32(fn: Function, current: Current, name: str | None = None) -> Function
 
 
 def float32_by_dtype(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Wrap a function that takes `dtype`, like `float32`: it is told to compute in float32, and converts by itself.
+    """Wrap a function that takes `dtype`, like `float32`, but pass `dtype=torch.float32`: `fn` converts by itself.
 
-    It then saves low-precision arguments for the backward, not copies, and some CUDA kernels convert as they read.
+    `fn` then saves low-precision arguments for the backward, not copies, and some CUDA kernels convert as they read.
     """
     in_float = float32(fn, current, name)
 
@@ -67,7 +67,7 @@ def float32_by_dtype(fn: Function, current: Current, name: str | None = None) ->
             or isinstance(kwargs.get("dtype"), torch.dtype)
             or any(isinstance(value, torch.dtype) for value in args)
         )
-        can_ask = not any(value is None for value in args)  # a None may stand for the type
+        can_ask = not any(value is None for value in args)  # a None may be the `dtype`
         if kwargs.get("out") is not None or not (told or can_ask) or not _are_plain(args, kwargs):
             return in_float(*args, **kwargs)
         call = _observed(casts, fn, "float", name)
@@ -84,9 +84,9 @@ def float32_by_dtype(fn: Function, current: Current, name: str | None = None) ->
 
 
 def promote(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Wrap `fn` to get all arguments in float32 if float32 meets low precision, 0-dim tensors included.
+    """Wrap `fn` to get all arguments in float32 if they mix float32 and low precision, 0-dim tensors included.
 
-    torch itself would let a half tensor decide over a 0-dim float32 one. Mixes with float64 are left to torch.
+    torch itself would compute a half and a 0-dim float32 tensor in half. torch also handles mixes with float64.
     """
     return _listed(
         fn, current, lambda casts, args, kwargs: _to_float if _mixed(args, kwargs) else None, "promote", name
@@ -112,7 +112,7 @@ def refused_function(fn: Function, current: Current, name: str | None = None) ->
 
 
 def refused_method(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Wrap an in-place method to raise NotImplementedError on float16, which would lose range; else as `match_self`."""
+    """Wrap an in-place method to raise NotImplementedError on float16, which would lose range; else: `match_self`."""
 
     def choose(casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Convert | None:
         if torch.float16 in _types(args[:1], {}):
@@ -156,7 +156,7 @@ REGISTERED: dict[str, Wrapper] = {"half": half, "float": float32, "promote": pro
 
 @functools.cache  # `patched_function` is cached by its wrapper, so equal wrappers must be one object
 def throughout(wrapper: Wrapper) -> Wrapper:
-    """Return `wrapper` for functions that run without further casts."""
+    """Return a `wrapper` whose functions run without further casts."""
 
     def wrap(fn: Function, current: Current, name: str | None = None) -> Function:
         return wrapper(uncast(fn, current), current, name)
@@ -165,7 +165,7 @@ def throughout(wrapper: Wrapper) -> Wrapper:
 
 
 def wrap(wrapper: Wrapper, fn: Any, current: Current, name: str | None = None) -> Any:
-    """Return `wrapper(fn, current, name)`. A static or class method, as it stands in the class, stays one."""
+    """Return `wrapper(fn, current, name)`. An unbound static or class method stays one."""
     if isinstance(fn, (staticmethod, classmethod)):
         return type(fn)(wrapper(fn.__func__, current, name))
     return wrapper(fn, current, name)
@@ -199,7 +199,7 @@ def _listed(fn: Function, current: Current, choose: Choose, kind: str, name: str
 
 
 def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call | None:
-    """Return a `Call` to tell observers of, or None without observers. Compiled calls, made on fakes, are not told."""
+    """Return a `Call` for observers; None without observers, and for calls on fake tensors, as while compiling."""
     if torch.compiler.is_compiling():
         return None
     if not casts.were_used:
@@ -217,7 +217,7 @@ def _run(
     casts: Casts,
     call: Call | None,
 ) -> Any:
-    """Call `fn` with each argument converted but `out`, instead of which a copy would be written."""
+    """Call `fn` with converted arguments, but the original `out`, as `fn` would otherwise write a copy of it."""
     if convert is not None:
         args = [_convert(value, convert, casts, call) for value in args]
         kwargs = {key: v if key == "out" else _convert(v, convert, casts, call) for key, v in kwargs.items()}
@@ -226,16 +226,16 @@ def _run(
             types = [dtype for dtype in _types(args, kwargs) if dtype.is_floating_point]
         asked = kwargs.get("dtype")
         types = [asked] if isinstance(asked, torch.dtype) and asked.is_floating_point and types else types
-        with suppress(RuntimeError):  # torch promotes no float8
+        with suppress(RuntimeError):  # torch does not promote float8
             call.dtype = functools.reduce(torch.promote_types, types) if types else None
         casts.tell(call)
     return _call(fn, args, kwargs)
 
 
 def _call(fn: Function, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
-    """Call `fn`, which tensor subclasses and function modes get as it is.
+    """Call `fn`, and pass `fn` itself to tensor subclasses and function modes.
 
-    torch would look `fn` up by name, and give them the patched function, which their tables of functions lack.
+    torch would look `fn` up by name and pass the patched function, which their tables of functions lack.
     """
     args = tuple(args)
     if not torch.compiler.is_compiling():
@@ -252,7 +252,7 @@ _OPERATORS = {
     **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "div")},
     **{"__radd__": "add", "__rmul__": "mul", "__truediv__": "div"},
 }
-# The operators that are written in C, and the methods that torch passes on for them.
+# The operators that are written in C, and the methods that torch passes to subclasses and modes for them.
 _METHODS: dict[Any, Any] = {
     getattr(TensorBase, operator): getattr(TensorBase, method)
     for operator, method in _OPERATORS.items()
@@ -280,7 +280,7 @@ def _to_type_of_self(casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _to_type_asked_for(kwargs: dict[str, Any]) -> Convert | None:
-    """Convert to a given `dtype`, to which torch converts first, or to the type of `out`, as many functions require."""
+    """Convert to the `dtype` argument, to which torch converts first, or to `out`'s type, which many functions need."""
     if kwargs.get("dtype") in CASTABLE:
         return _to(kwargs["dtype"])
     out = kwargs.get("out")
@@ -305,13 +305,13 @@ def _convert(value: Any, convert: Convert, casts: Casts, call: Call | None) -> A
 
 
 def _are_plain(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """True if no tensor argument is of a subclass or nested: such tensors take no `dtype`."""
+    """True if no tensor argument is nested or of a subclass: functions of such tensors take no `dtype`."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested for tensor in tensors)
 
 
 def _is_tensor_sequence(value: Any) -> bool:
-    """True if every element is a floating tensor and at least one is of a type that is cast."""
+    """True if every element is a floating tensor and at least one has a type that is cast."""
     return (
         isinstance(value, (list, tuple))
         and len(value) > 0
@@ -332,7 +332,7 @@ def _types(args: Iterable[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
 
 
 def _mixed(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """True if the floating types are two or more types that are cast, and float64 is not among them."""
+    """True if the arguments have two or more floating types, all of them types that are cast."""
     types = _types(args, kwargs)
     if len(types) < 2:
         return False

@@ -1,4 +1,4 @@
-"""Multi-tensor operations, which give one answer on every backend."""
+"""Multi-tensor operations, which give the same results on every backend."""
 
 from amp_engine.kernels.backend import Checks as Checks
 from amp_engine.kernels.choice import has_native as has_native

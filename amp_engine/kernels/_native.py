@@ -20,9 +20,9 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def find(package: Path, version: str) -> Path:
-    """Return where the extension lies for this version of torch; setup.py's record lies beside it.
+    """Return the path of the extension for this version of torch; setup.py's record is in the same folder.
 
-    A wheel of `make dist` has one for each minor version of torch, a build from the sources has one.
+    A wheel of `make dist` has an extension for each minor version of torch, a build from the sources has one.
     """
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     of_minor = package / f"_C_{'_'.join(version.split('.')[:2])}{suffix}"
@@ -46,7 +46,7 @@ def read_record(extension: Path) -> dict[str, Any]:
 
 
 def fits(built: str | None) -> bool:
-    """Return if an extension for this torch can be loaded: "2.13" fits 2.13.1 and 2.13.0+cu130, no pre-release."""
+    """True if an extension built for this torch can be loaded: "2.13" fits 2.13.1 and 2.13.0+cu130, no pre-release."""
     return torch.__version__ == built or bool(re.fullmatch(rf"{re.escape(str(built))}\.\d+(\+.*)?", torch.__version__))
 
 
@@ -67,7 +67,7 @@ def refuse_other_torch(built: str | None) -> str:
 def _refused(why: str) -> str:
     """Return the reason to refuse an extension, and warn of it.
 
-    Other reasons give no warning: nothing was compiled that could be lost, or the user switched it off.
+    Other reasons give no warning: nothing was compiled, or the user switched the kernels off.
     """
     reason = f"{why}; run: {INSTALL}"
     warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", AmpRuntimeWarning, 3)
@@ -75,7 +75,7 @@ def _refused(why: str) -> str:
 
 
 def _not_compiled(extension: Path) -> str:
-    """Return the reason, which is the folder of a clone if Python imports that before an installation with kernels."""
+    """Return the reason: a clone that Python imports before an installation with kernels, or nothing was compiled."""
     for folder in [Path(path).resolve() for path in sys.path]:
         if folder != PACKAGE.parent and any((folder / PACKAGE.name).glob("_C*.so")):
             return (

@@ -12,10 +12,10 @@ TensorList = Sequence[Tensor | None]
 
 
 class Checks(NamedTuple):
-    """Findings of one pass over n tensors, of the values before the pass wrote any; on the device of the tensors.
+    """Findings of one pass over n tensors, about the values before the pass wrote any; on the device of the tensors.
 
     Attributes:
-        nonfinite: bool, shape [n]: true where the tensor holds an inf or a NaN.
+        nonfinite: bool, shape [n]: true if the tensor holds an inf or a NaN.
         sum_squares: float64, shape [n].
         largest: float32, shape [n]: largest magnitude; NaN if the tensor holds one.
     """
@@ -26,12 +26,12 @@ class Checks(NamedTuple):
 
 
 class Held(Protocol):
-    """Gradients that are held for a step, one or none in each of n rows; writes to the gradients do not change them.
+    """Gradients that are held for a step, at most one in each of n rows: later writes do not change their values.
 
-    From torch 2.13 on a gradient is held by a reference, and its storage copied before that is written: once for all
-    views of a bucket of DDP, and on a GPU in order of the writer's stream, in a capture as well. Memory of numpy or
-    DLPack is copied at once. Before, and without the compiled module, gradients are copy-on-write clones; views, and a
-    GPU's memory on another stream than the default one, are copied at once.
+    From torch 2.13 on, a row holds a reference, and the storage is copied before a write: once for all views of a DDP
+    bucket, and on a GPU in the order of the writer's stream, also in a capture. Memory of numpy or DLPack is copied at
+    once. With an older torch, or without the compiled module, a row holds a copy-on-write clone; views, and GPU memory
+    on a stream other than the default one, are copied at once.
     """
 
     def __len__(self) -> int: ...
@@ -49,15 +49,15 @@ class Held(Protocol):
         ...
 
     def rearranged(self, rows: Sequence[int], /) -> Held:
-        """Return the gradients in new rows, and keep none; `rows` gives the present row of each, or -1."""
+        """Move the gradients into a new Held: `rows` has, for each new row, the present row or -1."""
         ...
 
     def written(self) -> list[int]:
-        """Return rows whose gradient may have been written where it is, as far as torch tells of requests."""
+        """Return rows whose gradient may have been written in place, as far as torch notes requests."""
         ...
 
     def beside(self, tensors: TensorList | None = None, /) -> TensorList:
-        """Return n entries: the held gradient, or where none is held that of `tensors`, or None."""
+        """Return n entries: the held gradient; if the row holds none, the entry of `tensors`, or None without it."""
         ...
 
 
@@ -65,10 +65,10 @@ class Gradients(NamedTuple):
     """The gradients of many parameters.
 
     Attributes:
-        tensors: n; None for a parameter without gradient, and where it is held.
-        accesses: n; how the kernels can reach each: NONE, OWN, SHARED or OTHER of layout.py.
+        tensors: n; None for a parameter that has no gradient or whose gradient is held.
+        accesses: n; how the kernels can reach each gradient: NONE, OWN, SHARED or OTHER of layout.py.
         devices: devices of the gradients that the kernels can reach, each once.
-        held: the gradients to hold that the kernels can reach; None if none were to be held.
+        held: the gradients that `mask` selects and the kernels can reach; None without a mask.
     """
 
     tensors: TensorList
@@ -80,7 +80,7 @@ class Gradients(NamedTuple):
 class Marks(Protocol):
     """Marks of some tensors: address, version, type and device of each when it was last marked.
 
-    They know the storage of each tensor, so that no other memory at the same address is taken for it.
+    A mark also identifies the storage, so that other memory at the same address is not taken for it.
     """
 
     def mark(self) -> None:
@@ -104,7 +104,7 @@ class Marks(Protocol):
         ...
 
     def has_other_memory(self, place: int, /) -> bool:
-        """True if the tensor at `place` has other memory and else the same mark, as after `tensor.data = x`."""
+        """True if the tensor at `place` has other memory and otherwise the same mark, as after `tensor.data = x`."""
         ...
 
 
@@ -126,13 +126,13 @@ class GradientMarks(Protocol):
 
 
 class TensorLists(Protocol):
-    """Loops over parameters, on the host, which call no method of a subclass of Tensor.
+    """Loops over parameters, on the host. They call no method of a subclass of Tensor.
 
-    They run many times in an iteration, and Python takes a microsecond or more for each tensor.
+    The loops run many times in an iteration, and in Python take a microsecond or more for each tensor.
     """
 
     def params(self, tensors: Sequence[Tensor], /) -> Sequence[Tensor]:
-        """Return `tensors` in the form that the other loops read fastest, for lists that are read again and again."""
+        """Return `tensors` in the form that the other loops read fastest, for lists that are read many times."""
         ...
 
     def marks(self, tensors: Sequence[Tensor], /) -> Marks:
@@ -144,7 +144,7 @@ class TensorLists(Protocol):
         ...
 
     def gradients(self, params: Sequence[Tensor], mask: bytes | None = None, /) -> Gradients:
-        """Return the gradient of each parameter; hold those of the parameters whose byte in `mask` is not 0."""
+        """Return the gradient of each parameter; hold the gradients of parameters whose byte in `mask` is not 0."""
         ...
 
     def watch_gradients(self, params: Sequence[Tensor], /) -> None:
@@ -152,7 +152,7 @@ class TensorLists(Protocol):
         ...
 
     def are_gradients_unwritten(self, params: Sequence[Tensor], /) -> bool:
-        """True if no request for a gradient's memory came since it was watched, and nothing else shares that memory."""
+        """True if no request for a gradient's memory came since the watch began, and no other tensor shares it."""
         ...
 
     def copy(self, tensor: Tensor, /) -> Tensor:
@@ -188,7 +188,7 @@ class TensorLists(Protocol):
     def watch_collectives(
         self, writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None], /
     ) -> bool:
-        """Have operators of c10d request memory before they use it, and announce writes. True if that is possible.
+        """Have operators of c10d request memory before they use it, and call `listener`. True if that is possible.
 
         listener(tensors, is_broadcast): called after each of the `writing` operators with the tensors that it wrote.
         """
@@ -197,6 +197,6 @@ class TensorLists(Protocol):
     def ask_for_written_lists(self) -> None:
         """Have torch's operators on lists (`_foreach_mul_`, `_fused_adam_`) request the memory that they write.
 
-        Their GPU kernels do not, so they would write a copy-on-write clone together with its origin.
+        Without this, their GPU kernels do not, and write both a copy-on-write clone and its origin.
         """
         ...

@@ -113,12 +113,12 @@ class Adam(Formula):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sgd(Formula):
-    """SGD with momentum, by the calls of torch.optim.SGD, so that each rounds as it does there.
+    """SGD with momentum, by the same calls as torch.optim.SGD, so that it rounds in the same places.
 
     Attributes:
-        momentum, dampening, nesterov: as torch has them.
+        momentum, dampening, nesterov: as in torch.optim.SGD.
         weight_decay: of the gradient.
-        decay_after_momentum: the weight decay is added to what the momentum makes of the gradient.
+        decay_after_momentum: the weight decay is added after the momentum.
     """
 
     momentum: float = 0.0
@@ -189,9 +189,9 @@ class NovoGrad(Formula):
         weight_decay: of the weight, or of the first moment if `decay_inside_moment`.
         bias_correction: moments are divided by 1 - beta**step.
         grad_averaging: the gradient enters the first moment times 1 - beta1, else times 1.
-        decay_inside_moment: the first moment is of normalized and decayed gradients.
+        decay_inside_moment: the weight decay is added to the normalized gradient, before the first moment.
         infinity_norm: the norm is the largest magnitude.
-        init_zero: the norm starts from 0, not from the first one.
+        init_zero: the norm starts from 0, not from the norm of the first gradient.
     """
 
     beta1: float = 0.9
@@ -241,11 +241,11 @@ class Lamb(Formula):
         beta1, beta2: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: of the gradient (L2), or of the weight itself if `decoupled`.
-        max_grad_norm: gradients are clipped to this norm over all of them; 0: they are not.
+        max_grad_norm: the norm of all gradients is clipped to this; 0: not clipped.
         decoupled: weight decay acts on the weight.
         bias_correction: moments are divided by 1 - beta**step.
         grad_averaging: the gradient enters the first moment times 1 - beta1, else times 1.
-        use_nvlamb: there is a trust ratio also where the weight decay is 0.
+        use_nvlamb: the trust ratio also applies where the weight decay is 0.
     """
 
     beta1: float = 0.9
@@ -296,7 +296,7 @@ def _bias(corrects: bool, step: Tensor, beta: float) -> Tensor:
 
 
 def times(tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """Return `tensor * factor`, with the factor cast to the tensor's type: 0-d float64 would widen a 0-d tensor."""
+    """Return `tensor * factor`, with the factor cast to the tensor's type: a 0-d float64 would widen a 0-d tensor."""
     return tensor * (factor.to(tensor.dtype) if isinstance(factor, Tensor) else factor)
 
 

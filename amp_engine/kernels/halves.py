@@ -1,8 +1,9 @@
 """Float32 weights as two 16-bit halves, and moments in bfloat16, in plain PyTorch; csrc/math/halves.h does the same.
 
-A float32 is kept as the bfloat16 that it rounds to, ties to even, and its own lower half. These cannot hold all values:
-of the 65,537 values that round to an even bfloat16, two have the same lower half. So a tie below an even bfloat16 is
-first moved up by one unit in the last place of float32: 32,640 of the 4.28e9 finite values. All others stay exact.
+A float32 is kept as the bfloat16 that it rounds to, ties to even, and the lower half of its bits. The two cannot hold
+all values: of the 65,537 values that round to an even bfloat16, two have the same lower half. So a tie below an even
+bfloat16 is first moved up by one unit in the last place of float32. This changes 32,640 of the 4.28e9 finite values;
+all others stay exact.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def split(value_f32: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 tensor of which `split` made these. No host sync.
+    """Return the float32 tensor from which `split` made the two halves. No host sync.
 
-    If `rounded` was written since, the old remainder changes the result by less than half of bfloat16's unit.
+    If `rounded` was written since `split`, the old remainder changes the result by less than half of bfloat16's unit.
     """
     high, low = _long(rounded.detach().view(torch.int16)), _long(remainder)
     was_rounded_up = low > _HALF
@@ -40,7 +41,9 @@ def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
 
 
 def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 16 bits for each of two moments: int64, of the shape and order in memory of `like`, by step and place.
+    """Return 16 pseudorandom bits an element for each of two moments: int64, shaped and laid out like `like`.
+
+    The bits depend only on the step and the element's place in memory.
 
     Args:
         step: the number of the step, shape [].
@@ -54,8 +57,8 @@ def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 def by_chance(value_f32: Tensor, noise: Tensor) -> Tensor:
     """Round to bfloat16 by 16 bits of `noise`, upwards with the probability that makes the mean exact.
 
-    Rounded to nearest, a second moment with beta2 = 0.999 would stand still: a change of a thousandth is less than half
-    of bfloat16's unit.
+    Rounding to nearest would keep a second moment with beta2 = 0.999 constant: a change of a thousandth is less than
+    half of bfloat16's unit.
     """
     bits = (value_f32.view(torch.int32).long() & 0xFFFFFFFF) + noise
     return _short(torch.where(value_f32.isnan(), _NAN, bits >> 16)).view(torch.bfloat16)

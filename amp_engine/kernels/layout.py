@@ -12,17 +12,17 @@ from amp_engine.ground.torch_private import data_address
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """The types that the kernels take."""
 
-# Access of the kernels to a gradient: there is none; in its own memory; in memory that other tensors share; not at all.
+# Access of the kernels to a gradient: no gradient; in its own memory; in memory that other tensors share; no access.
 NONE, OWN, SHARED, OTHER = range(4)
 
 
 def stamp(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
-    """Return address, version, type and device, equal until `t` is written or replaced, while its memory lives."""
+    """Return address, version, type and device: equal until `t` is written or replaced, if its memory is not freed."""
     return data_address(t), version(t), t.dtype, t.device
 
 
 def address_of(t: Tensor) -> int:
-    """Return the address of the first element. `data_ptr()` also asks to write there, which copies what is held."""
+    """Return the address of the first element. `data_ptr()` would request to write there, which copies held memory."""
     return int(data_address(t) + t.storage_offset() * t.element_size())
 
 
@@ -37,7 +37,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def is_lazy(t: Tensor) -> bool:
-    """True if memory does not hold the elements: of a negative or conjugate view, or of zeros without memory."""
+    """True if memory does not hold the elements of `t`: a negative or conjugate view, or zeros without memory."""
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
 
 
@@ -47,7 +47,7 @@ def written_out(t: Tensor) -> Tensor:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """True if `a` and `b` have one shape and one order in memory."""
+    """True if `a` and `b` have the same shape and the same order in memory."""
     if a.shape != b.shape:
         return False
     return a.stride() == b.stride() or all(

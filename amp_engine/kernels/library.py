@@ -1,4 +1,4 @@
-"""Operations: functions of tensors that the compiled kernels compute if they can, and that are traced as operators.
+"""Operations: functions of tensors that the compiled kernels compute if they can, and that tracers see as operators.
 
 In eager mode an operation computes directly, as the dispatcher takes microseconds per tensor. Under a tracer
 (torch.compile, fake tensors) it calls its operator of torch.library, `torch.ops.amp_engine.<name>`.
@@ -24,7 +24,7 @@ R = TypeVar("R")
 def operation(
     schema: str, fake: Callable[..., Any], returns: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make an operation of a function in plain PyTorch, which computes if there are no kernels.
+    """Make an operation of a function in plain PyTorch. The function computes if there are no kernels.
 
     Args:
         schema: the arguments and results of its operator.
@@ -74,9 +74,9 @@ def call_operator(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def define(name: str, eager: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> None:
-    """Make an operator `torch.ops.amp_engine.<name>` of `eager`."""
-    # Not torch.library.custom_op: it makes an autograd function for each operator, a third of the time of `import
-    # amp_engine`, and nothing here is differentiated.
+    """Define the operator `torch.ops.amp_engine.<name>`, which `eager` computes."""
+    # Not torch.library.custom_op: its autograd functions took a third of the time of `import amp_engine`, and no
+    # operator is differentiated.
     _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"amp_engine::{name}", fake, lib=_LIBRARY)

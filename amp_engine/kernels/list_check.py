@@ -14,10 +14,10 @@ from amp_engine.kernels.refusals import check_lists
 
 
 class ListCheck:
-    """Checks and unscales one list in one pass, again and again; on a GPU its table stays there until it changes."""
+    """Checks and unscales a list in one pass; on a GPU the list's table stays for later passes until it changes."""
 
     def __init__(self) -> None:
-        # By device: the table that stays on a GPU is of its own tensors, and a list may be checked on several in turn.
+        # By device: each has a table of its own tensors, and a list may be checked on several devices in turn.
         self._checks: dict[torch.device, Any] = {}
 
     def run(
@@ -32,16 +32,16 @@ class ListCheck:
         """Check `tensors`; where there is an output, write `tensor / scale` into it. No host sync.
 
         Args:
-            tensors: n; float16, bfloat16 or float32, dense, on one device; None takes no part.
-            outputs: n, of the same shapes and strides, each possibly the tensor itself; None writes nothing.
+            tensors: n; float16, bfloat16 or float32, dense, on one device; None is skipped.
+            outputs: n, of the same shapes and strides, each possibly the tensor itself; for None nothing is written.
             scale: float32, shape []. Its reciprocal is taken in float64 and rounded once.
-            found_inf: float32, shape []; set to 1 if an element is not finite, else left alone.
-            norm: float32, shape []; receives the 2-norm of all tensors over `scale`.
-            update: all arguments of `update_scale_`, by place, which is then called last, with the same `found_inf`;
-                None updates no scale.
+            found_inf: float32, shape []; set to 1 if an element is not finite, else unchanged.
+            norm: float32, shape []; receives the 2-norm of all tensors divided by `scale`.
+            update: all positional arguments of `update_scale_`, which is called last, with the same `found_inf`; None
+                updates no scale.
 
         Returns:
-            The findings of the values before any write; 0 for tensors that take no part.
+            The findings about the values before any write; 0 for skipped tensors.
         """
         return Checks(*self._on(norm.device).run(tensors, outputs, scale, found_inf, norm, update))
 
@@ -49,7 +49,7 @@ class ListCheck:
         """Multiply each tensor by `clip_factor` in float32, rounded once to the tensor's type. No host sync.
 
         Args:
-            tensors: as `run` takes them.
+            tensors: like those of `run`.
             norm: float32, shape [], on their device.
             max_norm: the largest norm.
         """

@@ -1,6 +1,7 @@
-"""Formats of eight and four bits: tensors rounded to them and back, on any device.
+"""Rounds tensors to formats of eight and four bits and back, on any device.
 
-Elements, and blocks that share a power of two: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3.
+The OCP Microscaling Formats (MX) Specification v1.0 defines elements in section 5.3, and in section 6.3 blocks that
+share a power of two.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 
 _LARGEST_F32 = torch.finfo(torch.float32).max
 _SMALLEST_SCALE = 2.0**-127
-"""Of the powers of two that E8M0 holds, 2^-127 to 2^127: MX v1.0, section 5.4.1."""
+"""The smallest power of two of E8M0, which holds 2^-127 to 2^127: MX v1.0, section 5.4.1."""
 
 
 @dataclass(frozen=True)
 class Element:
-    """A floating format, by what MX v1.0, section 5.3, says of it; that of E4M3 and E5M2 is torch.finfo's as well.
+    """A floating-point format of MX v1.0, section 5.3; torch.finfo has the same numbers for E4M3 and E5M2.
 
     Attributes:
-        name: as torch names the type.
-        mantissa_bits: that are stored.
-        smallest_exponent: of a number with all of these bits; below it numbers are subnormal.
-        largest: number.
+        name: name of the type in torch.
+        mantissa_bits: number of stored bits of the mantissa.
+        smallest_exponent: exponent of the smallest normal number.
+        largest: the largest number.
     """
 
     name: str
@@ -49,12 +50,12 @@ Scales = Callable[[Tensor, Element], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Format:
-    """An element, and the scales of blocks of them.
+    """An element, and the scales of blocks of elements.
 
     Attributes:
-        element: that scaled values are rounded to.
-        scales: gives the factors to it and back, float32, for the largest magnitudes of blocks.
-        block: how many values share a scale; None: all of a tensor.
+        element: the format that scaled values are rounded to.
+        scales: returns, for the largest magnitudes of blocks, the factors to the element and back, float32.
+        block: number of values that share a scale; None: all values of a tensor.
     """
 
     element: Element
@@ -63,16 +64,16 @@ class Format:
 
 
 def quantize(tensor: Tensor, form: Format, dim: int) -> Tensor:
-    """The values of a tensor that is stored in a format: scaled, rounded, and scaled back.
+    """Return the values of a tensor as a format stores them: scaled, rounded, and scaled back. No host sync.
 
     Args:
         tensor: floating; float64 is rounded to float32 first.
-        form: that it is stored in.
-        dim: along which blocks lie, from its begin; the last one may be shorter.
+        form: the format.
+        dim: the dimension that is divided into blocks, from its start; the last block may be shorter.
 
     Returns:
-        float32 of the same shape. A block with a value that is not finite, or a tensor where blocks share a scale of
-        the tensor, is NaN. No host sync.
+        float32 of the same shape. A value that is not finite makes its block NaN, or the tensor if the tensor has a
+        scale.
     """
     values = tensor.float()
     if values.numel() == 0:
@@ -88,34 +89,34 @@ def quantize(tensor: Tensor, form: Format, dim: int) -> Tensor:
 
 
 def rounded(values_f32: Tensor, element: Element) -> Tensor:
-    """Round float32 values to the nearest number of a format, ties to even, and beyond its largest number to that.
+    """Round float32 values to the nearest number of a format, ties to even; larger values to its largest number.
 
-    As torch casts to float8 types do within their range. What is not finite becomes NaN.
+    Within the range of a float8 type, torch's cast rounds the same way. Values that are not finite become NaN.
     """
     steps = _power_of_two(values_f32).clamp(min=2.0**element.smallest_exponent) * 2.0**-element.mantissa_bits
     return ((values_f32 / steps).round() * steps).clamp(-element.largest, element.largest)
 
 
 def one_scale(largest: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """Scales that make the largest magnitude the largest number of the format, in float32.
+    """Return scales, in float32, that map the largest magnitude to the largest number of the format.
 
-    As Transformer Engine's Float8CurrentScaling and torchao's float8 do, of the values of the moment.
+    Transformer Engine's Float8CurrentScaling and torchao's float8 scale current values the same way.
     """
     scale = (element.largest / largest).clamp(max=_LARGEST_F32)
     return scale, 1.0 / scale
 
 
 def powers_of_two(largest: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """Scales of MX v1.0, section 6.3: the largest power of two in a block over the largest one of the format.
+    """Return scales of MX v1.0, section 6.3: the largest power of two in a block over the largest one of the format.
 
-    What then is beyond the largest number, up to 512 of E4M3's 448, saturates.
+    Scaled values beyond the largest number saturate: for E4M3, those from 448 to 512.
     """
     scale = (_power_of_two(largest) * 2.0 ** -math.floor(math.log2(element.largest))).clamp(min=_SMALLEST_SCALE)
     return 1.0 / scale, scale
 
 
 def two_levels(largest: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """Scales of NVFP4: of a block in E4M3, times one of the tensor in float32, which makes the largest of these 448.
+    """Return scales of NVFP4: of blocks, in E4M3, times one of the tensor, in float32, which makes the largest 448.
 
     NVIDIA, Pretraining Large Language Models with NVFP4, https://arxiv.org/abs/2509.25149, appendix on quantization. A
     block whose scale is rounded to 0 becomes 0.
@@ -126,5 +127,5 @@ def two_levels(largest: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(values_f32: Tensor) -> Tensor:
-    """The largest power of two in each magnitude; 0 below 2^-126, and inf for what is not finite."""
+    """Return the largest power of two in each magnitude; 0 below 2^-126, and inf for a value that is not finite."""
     return (values_f32.view(torch.int32) & 0x7F800000).view(torch.float32)

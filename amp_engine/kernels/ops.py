@@ -35,7 +35,7 @@ def _fake_l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """Find the tensors that hold an inf or a NaN, by PyTorch alone.
+    """Find the tensors that hold an inf or a NaN, by plain PyTorch.
 
     Args:
         tensors: n dense floating tensors of any shapes and floating types, all on one device.
@@ -79,17 +79,17 @@ def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor, 
 
     Args:
         outputs: of the shapes and strides of `inputs`, each possibly the input itself.
-        inputs: as `check` takes them.
+        inputs: like the tensors of `check`.
         factor: float32, shape [], on the device of `inputs`.
 
     Returns:
-        The findings in `inputs`, before any write.
+        The findings about `inputs` before any write.
     """
     check_lists("scale_", {"inputs": inputs, "outputs": outputs}, ["outputs"])
     check_scalars("scale_", _device(inputs), factor=factor)
     checks = checks_of(inputs)
     for output, given in zip(outputs, inputs, strict=True):
-        # A 0-d factor takes the type of the tensor it multiplies, and 1/scale may be below half's range.
+        # In float32: a 0-d factor takes the type of the tensor it multiplies, and 1/scale may be below half's range.
         output.copy_(given.float() * factor)
     return checks
 
@@ -109,7 +109,7 @@ def axpby_(
         a, b: float32, shape [], on the device of `xs`; None is 1.
 
     Returns:
-        The findings in `xs`, before any write.
+        The findings about `xs` before any write.
     """
     check_lists("axpby_", {"xs": xs, "ys": ys, "outputs": outputs}, ["outputs"])
     check_scalars("axpby_", _device(xs), a=a, b=b)
@@ -189,7 +189,7 @@ def update_scale_(
         found_inf: float32, shape []. Tested `!= 0`, since it may be a sum over devices or ranks. Not written unless
             there is an `outcome`.
         hysteresis_tracker: int32, shape []: overflows until the scale backs off. None: it backs off at the first.
-        dynamic: False: the scale stays, and the count runs on.
+        dynamic: False: the scale stays, and the count goes on.
         inv_scale_used: float32, shape [], written.
         outcome: float32, shape [4], written.
         scale_used: float32, shape []: the scale of the backward. None: the scale before it moves.
@@ -257,7 +257,7 @@ def _per_tensor(tensors: TensorList, order: float, dtype: torch.dtype, device: t
     # A maximum needs no wider type than the values have.
     found = torch._foreach_norm(filled, order, dtype=None if order == math.inf else dtype) if filled else []
     norms = torch.zeros(len(tensors), dtype=dtype, device=device or _device(tensors))
-    # No torch.stack, which autocast for CPUs refuses of float64.
+    # Not by torch.stack, which refuses float64 under autocast for CPUs.
     places = [place for place, t in zip(norms.unbind(), tensors, strict=True) if t is not None and t.numel()]
     if places:
         torch._foreach_copy_(places, list(found))

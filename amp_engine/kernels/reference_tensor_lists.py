@@ -106,7 +106,7 @@ class Held:
         return Held([None if row < 0 else before[row] for row in rows])
 
     def written(self) -> list[int]:
-        """Return no rows: a write moves the gradient to other memory, which `GradientMarks` tell of."""
+        """Return no rows: a write moves the gradient to other memory, which `GradientMarks` notice."""
         return []
 
     def beside(self, tensors: TensorList | None = None) -> TensorList:
@@ -161,7 +161,7 @@ def any_gradient(tensors: Sequence[Tensor]) -> bool:
 
 
 def gradient_getter(holding: set[int], slow: Callable[[Any], Tensor | None]) -> Callable[[Any], Tensor | None]:
-    """Return `slow`, which does without the set."""
+    """Return `slow`, which does not need the set."""
     return slow
 
 

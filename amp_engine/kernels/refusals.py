@@ -30,8 +30,8 @@ def check_lists(
 
     Args:
         op: name of the operation in messages.
-        lists: by name; entries of one index must have one shape and one order in memory. None takes no part.
-        written: names of lists that are written, see `check_apart`.
+        lists: by name; entries of one index must have the same shape and order in memory. None is skipped.
+        written: names of lists that are written; see `check_apart`.
         allowed: types allowed in a list, by its name; lists that are not named may have all three floating types.
         device: the device of all tensors; None: that of the first tensor.
     """
@@ -68,7 +68,7 @@ def check_apart(
 
     Args:
         op: name of the operation in messages.
-        written, read: lists by name, of dense tensors; None takes no part.
+        written, read: lists by name, of dense tensors; None is skipped.
         outputs: written tensors; each may be the tensor that is read under its index.
     """
     n = len(written)
@@ -78,7 +78,7 @@ def check_apart(
         for i, tensor in enumerate(tensors)
         if _has_memory(tensor) and not (rank >= n and i < len(outputs) and _is_same(tensor, outputs[i]))
     ]
-    furthest: dict[bool, _Range] = {}  # the ranges that end last: of memory that is written (True), and that is read
+    furthest: dict[bool, _Range] = {}  # the ranges that end last: of written memory (True) and of read memory
     for one in sorted(ranges, key=lambda r: r.begin):
         for is_written in (True, False):
             other = furthest.get(is_written)
@@ -97,7 +97,7 @@ def check_apart(
 def check_scalars(
     op: str, device: torch.device | None, dtype: torch.dtype = torch.float32, **scalars: Tensor | None
 ) -> None:
-    """Raise AmpValueError for `scalars` that are not one `dtype` each on `device` (None: on any device)."""
+    """Raise AmpValueError for `scalars` that are not one element of `dtype` each on `device` (None: on any device)."""
     where = "" if device is None else f" on {device}"
     for name, scalar in scalars.items():
         if scalar is not None and (

@@ -1,4 +1,4 @@
-"""The digest of the sources of the compiled kernels. setup.py runs this file by itself: it imports nothing of ours."""
+"""The digest of the sources of the compiled kernels. setup.py runs this file alone, so it imports nothing of ours."""
 
 from __future__ import annotations
 

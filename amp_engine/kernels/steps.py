@@ -1,4 +1,4 @@
-"""Steps of optimizers: of a table of tensors that is stepped again and again, or of tensors that are stepped once."""
+"""Steps of optimizers: of a table of tensors that is stepped many times, or of tensors that are stepped once."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class StepTable(Protocol):
             found_inf: float32, shape []; None is 0.
             norm: float32, shape []: the norm of all unscaled gradients; None does not clip.
             max_norm: the norm that gradients are clipped to.
-            checks: findings of exactly these gradients; None: LAMB and NovoGrad read the gradients once more.
-            gradient_norm: float32, shape []: the norm by which LAMB clips; None: that of all gradients of this call.
+            checks: findings about exactly these gradients; None: LAMB and NovoGrad read the gradients once more.
+            gradient_norm: float32, shape []: the norm by which LAMB clips; None: the norm of this call's gradients.
 
         Raises:
             AmpValueError: for tensors that cannot be stepped together; nothing is written.
@@ -72,10 +72,10 @@ def step_table(
     Args:
         formula: a key of `kernels.FORMULAS`: "adam", "sgd", "adagrad", "novograd" or "lamb".
         weights: n masters (float32), or parameters (of any of the three types).
-        copies: n low-precision parameters that the new weights are rounded into, or None. A bfloat16 weight may have
-            its remainder, int16, here: both are stepped as the float32 whose halves they are (halves.py).
+        copies: n low-precision parameters that the new weights are rounded into, or None. The entry of a bfloat16
+            weight may be its remainder, int16: the step then updates the float32 that the two hold (halves.py).
         state1: n, float32: exp_avg, momentum buffer or sum; None if the optimizer keeps none. "adam" also takes
-            bfloat16, which is rounded by chance.
+            bfloat16, which is rounded stochastically.
         state2: n, like state1: exp_avg_sq; None if the optimizer keeps none.
         groups: n places in the list of groups that `step` gets.
         steps: float32, shape [n], contiguous: the number of steps that each tensor has had.
@@ -103,7 +103,7 @@ def step_once(
     found_inf: Tensor | None = None,
     gradient_norm: Tensor | None = None,
 ) -> None:
-    """Step tensors that are not stepped together again; the arguments are those of `step_table` and its `step`.
+    """Step tensors once; the arguments are those of `step_table` and its `step`.
 
     Args:
         state1, state2: None if the formula has no such state.

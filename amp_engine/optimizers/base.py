@@ -33,7 +33,7 @@ class FusedOptimizer(Optimizer):
 
     With `master_weights` it keeps float32 masters of half parameters, as `state[p]["master_param"]`. A master starts
     from its parameter at the parameter's first gradient. If other code wrote the parameter since the last step, the
-    master follows it, but keeps the exact value of elements that are still the rounded master's.
+    master takes the new values, but keeps its exact value of elements that still equal the rounded master.
     """
 
     rule: ClassVar[Rule]
@@ -110,11 +110,11 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that this class, the class of torch.optim with the same state, or apex's class saved.
 
-        State stays float32 also for half parameters, for which torch would round it. Raises AmpStateError for amsgrad.
+        State of half parameters stays float32, where torch would round it. Raises AmpStateError for amsgrad.
         """
         for group in state_dict["param_groups"]:
             refuse_amsgrad(type(self).__name__, group.get("amsgrad", False))
-        # Settings that another class saved none of, and counts as torch has them.
+        # With defaults for settings that another class did not save, and with counts in the form of torch.
         groups = [{**self.defaults, **self._renamed(group), **group} for group in state_dict["param_groups"]]
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         for group, own_group in zip(groups, self.param_groups, strict=False):
@@ -176,7 +176,7 @@ class FusedOptimizer(Optimizer):
         )
 
     def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
-        """Return the float32 master of `p`, after writes to either went to both; `p` if it is float32 or unstepped."""
+        """Return the float32 master of `p`, which share writes to either; `p` if it is float32 or was never stepped."""
         if p.dtype == torch.float32:
             return p
         state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
@@ -195,7 +195,7 @@ class FusedOptimizer(Optimizer):
         return master
 
     def _renamed(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return settings that torch's classes have under another name."""
+        """Return the settings that torch's classes save under another name."""
         return {}
 
     def _spread(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]], params: list[nn.Parameter]) -> None:
@@ -257,7 +257,7 @@ def check_not_negative(**values: float | Tensor) -> None:
 
 
 def check_betas(betas: tuple[float, float]) -> None:
-    """Raise AmpValueError unless both are in [0, 1)."""
+    """Raise AmpValueError unless both betas are in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise AmpValueError(f"betas={betas!r}, but both must be in [0, 1).  Use for example betas=(0.9, 0.999).")
 

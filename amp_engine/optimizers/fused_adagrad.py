@@ -10,14 +10,14 @@ from amp_engine.optimizers.rules import Rule, hyperparameters
 class FusedAdagrad(FusedOptimizer):
     """Adagrad (Duchi et al. 2011).
 
-    State per parameter: `step`, `sum`, as torch.optim.Adagrad's without its decay of the learning rate.
+    State per parameter: `step`, `sum`, like torch.optim.Adagrad's. There is no decay of the learning rate.
 
     Args:
         params: parameters or groups.
         lr: learning rate.
         eps: added to the root of the sum.
-        weight_decay: its factor.
-        set_grad_none: what `zero_grad()` does by default.
+        weight_decay: factor of the weight decay.
+        set_grad_none: default of `set_to_none` in `zero_grad`.
         adagrad_w_mode: decoupled weight decay; False adds it to the gradient.
 
     Raises AmpValueError for negative values.

@@ -16,7 +16,7 @@ from amp_engine.optimizers.rules import Rule, hyperparameters
 class FusedAdam(FusedOptimizer):
     """Adam (Kingma & Ba 2015), by default with AdamW's decoupled weight decay (Loshchilov & Hutter 2019), as in apex.
 
-    State per parameter: `step`, `exp_avg`, `exp_avg_sq`, as torch.optim.AdamW's, so the two load each other's.
+    State per parameter: `step`, `exp_avg`, `exp_avg_sq`, like torch.optim.AdamW's: each class loads the other's state.
 
     Args:
         params: parameters or groups.
@@ -25,11 +25,11 @@ class FusedAdam(FusedOptimizer):
         betas: decay of the moments.
         eps: added to the root of the second moment.
         adam_w_mode: decoupled weight decay; False adds it to the gradient.
-        weight_decay: its factor.
+        weight_decay: factor of the weight decay.
         amsgrad: refused, as in apex.
-        set_grad_none: what `zero_grad()` does by default.
-        capturable: torch.amp.GradScaler leaves unscaling and skipping to the step, half gradients included, and waits
-            for nothing. CUDA graphs capture any step.
+        set_grad_none: default of `set_to_none` in `zero_grad`.
+        capturable: torch.amp.GradScaler leaves unscaling and skipping to the step, also for half gradients, without a
+            host sync. CUDA graphs capture any step, also without `capturable`.
         master_weights: keep float32 masters of half parameters as state. Not needed under `amp.initialize`.
 
     Raises AmpStateError for `amsgrad`, and for `master_weights` without `capturable` as in apex.

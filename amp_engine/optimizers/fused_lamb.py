@@ -19,15 +19,15 @@ class FusedLAMB(FusedOptimizer):
         bias_correction: divide the moments by 1 - beta^t.
         betas: decay of the moments.
         eps: added to the root of the second moment.
-        weight_decay: its factor. Without it, and without `use_nvlamb`, tensors are not scaled.
+        weight_decay: factor of the weight decay. If it is 0, tensors are not scaled without `use_nvlamb`.
         amsgrad: refused, as in apex.
         adam_w_mode: decoupled weight decay; False adds it to the gradient.
         grad_averaging: let the gradient enter the first moment times 1 - beta1, not times 1.
-        set_grad_none: what `zero_grad()` does by default.
-        max_grad_norm: clip the gradients to this 2-norm; 0 does not. A group's own value counts for its tensors.
+        set_grad_none: default of `set_to_none` in `zero_grad`.
+        max_grad_norm: clip the gradients to this 2-norm; 0: do not clip. A group's own value applies to its tensors.
         use_nvlamb: scale tensors without weight decay too.
 
-    Raises AmpStateError for `amsgrad`, AmpValueError for values outside of these.
+    Raises AmpStateError for `amsgrad`, AmpValueError for values out of range.
     """
 
     rule = Rule("lamb", "exp_avg", "exp_avg_sq", hyperparameters(Lamb, decoupled="adam_w_mode"))

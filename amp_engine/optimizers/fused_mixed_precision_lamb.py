@@ -15,34 +15,34 @@ from amp_engine.optimizers.fused_lamb import FusedLAMB
 class FusedMixedPrecisionLamb(FusedLAMB):
     """FusedLAMB that keeps float32 masters of half parameters itself, for use without `amp.initialize`.
 
-    Made for torch.amp.GradScaler and CUDA graphs: nothing of a step is decided on the host. Each group's `lr` is a
-    float32 tensor of shape [] on the device of its parameters, which LR schedulers fill; the step counts are on the
-    device as well. State per parameter: `step`, `exp_avg`, `exp_avg_sq`, and for half ones `master_param`, all
-    float32. Under `amp.initialize` it steps as FusedLAMB does.
+    Made for torch.amp.GradScaler and CUDA graphs: the host decides nothing in a step. Each group's `lr` is a float32
+    tensor of shape [] on the device of its parameters, which LR schedulers fill; the step counts are on that device
+    too. State per parameter: `step`, `exp_avg`, `exp_avg_sq`, and for half parameters `master_param`, all float32.
+    Under `amp.initialize` it steps like FusedLAMB.
 
     Args:
         params: parameters or groups.
         lr: learning rate; a number, or a float32 tensor of shape [], which is copied.
-        step: how many steps the parameters have had.
+        step: number of steps that the parameters have had.
         bias_correction: divide the moments by 1 - beta^t.
         betas: decay of the moments.
         eps: added to the root of the second moment.
-        weight_decay: its factor. Without it, and without `use_nvlamb`, tensors are not scaled.
+        weight_decay: factor of the weight decay. If it is 0, tensors are not scaled without `use_nvlamb`.
         amsgrad: refused, as in apex.
         adam_w_mode: decoupled weight decay; False adds it to the gradient.
         grad_averaging: let the gradient enter the first moment times 1 - beta1, not times 1.
-        max_grad_norm: clip the gradients to this 2-norm; 0 does not. A group's own value counts for its tensors.
+        max_grad_norm: clip the gradients to this 2-norm; 0: do not clip. A group's own value applies to its tensors.
         use_nvlamb: scale tensors without weight decay too.
         reduced_precision_dtype: only None: the parameters' own types say which are half.
-        set_grad_none: what `zero_grad()` does by default.
+        set_grad_none: default of `set_to_none` in `zero_grad`.
 
-    Raises AmpStateError for `amsgrad`, AmpTypeError for `reduced_precision_dtype`, AmpValueError for values outside of
-    these.
+    Raises AmpStateError for `amsgrad`, AmpTypeError for `reduced_precision_dtype`, AmpValueError for values out of
+    range.
     """
 
     master_weights = True
-    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` for the time of a step, instead of unscaling and
-    # waiting for the device. Others lack it by default: FSDP's ShardedGradScaler leaves `found_inf` local to a rank.
+    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` during a step, instead of unscaling and waiting for
+    # the device. Other optimizers leave it off by default: FSDP's ShardedGradScaler keeps `found_inf` local to a rank.
     _step_supports_amp_scaling = True
 
     def __init__(

@@ -17,7 +17,7 @@ def _hyperparameters(group: Group) -> Formula:
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad (Ginsburg et al. 2019): the second moment is one number a tensor, kept as a norm, not its square.
+    """NovoGrad (Ginsburg et al. 2019): the second moment is one number per tensor, kept as a norm, not its square.
 
     State per parameter: `step`, `exp_avg`, and `exp_avg_sq`, which is that norm, float32 of shape [].
 
@@ -27,15 +27,15 @@ class FusedNovoGrad(FusedOptimizer):
         bias_correction: divide the moments by 1 - beta^t.
         betas: decay of the moments.
         eps: added to the norm.
-        weight_decay: its factor.
+        weight_decay: factor of the weight decay.
         amsgrad: refused, as in apex.
-        reg_inside_moment: let the weight decay into the first moment.
+        reg_inside_moment: add the weight decay before the first moment.
         grad_averaging: let the gradient enter the first moment times 1 - beta1, not times 1.
-        norm_type: 2, or 0 for the infinity norm; `math.inf` is taken too.
+        norm_type: 2, or 0 or `math.inf` for the infinity norm.
         init_zero: start the second moment at 0 instead of at the first norm.
-        set_grad_none: what `zero_grad()` does by default.
+        set_grad_none: default of `set_to_none` in `zero_grad`.
 
-    Raises AmpStateError for `amsgrad` and other norms, AmpValueError for values outside of these.
+    Raises AmpStateError for `amsgrad` and other norms, AmpValueError for values out of range.
     """
 
     rule = Rule("novograd", "exp_avg", None, _hyperparameters)

@@ -13,20 +13,21 @@ from amp_engine.optimizers.rules import Rule, hyperparameters
 class FusedSGD(FusedOptimizer):
     """SGD with momentum; on float32 the same bits as torch.optim.SGD (its loop and foreach, not its fused variant).
 
-    State per parameter: `momentum_buffer`, as torch.optim.SGD's. Each tensor's buffer starts at its own first gradient.
+    State per parameter: `momentum_buffer`, like torch.optim.SGD's. A tensor's buffer starts at the first gradient of
+    that tensor.
 
     Args:
         params: parameters or groups.
         lr: learning rate, required here or in each group.
         momentum: 0 keeps no buffer.
-        dampening: of the gradient that enters the buffer; not of the first.
-        weight_decay: added to the gradient times the weight.
+        dampening: each gradient but the first enters the buffer times 1 - dampening.
+        weight_decay: `weight_decay * weight` is added to the gradient.
         nesterov: Nesterov's variant; needs momentum without dampening.
         wd_after_momentum: add the weight decay after the momentum.
-        materialize_master_grads: accepted; under `amp.initialize` masters' gradients exist once they are read.
-        set_grad_none: what `zero_grad()` does by default.
+        materialize_master_grads: accepted; under `amp.initialize` a master's gradient is made when it is read.
+        set_grad_none: default of `set_to_none` in `zero_grad`.
 
-    Raises AmpValueError for values outside of these.
+    Raises AmpValueError for values out of range.
     """
 
     rule = Rule(

@@ -48,7 +48,10 @@ def fused_step_so_far(optimizer: Optimizer) -> FusedStep | None:
 
 
 def release_fused_step(optimizer: Optimizer) -> None:
-    """Give an optimizer of torch.optim its state in torch's form, and discard its FusedStep. Waits for the device."""
+    """Widen the moments of `optimizer` to float32.
+
+    If it is torch.optim's, restores torch's form of its state, discards its FusedStep, and waits for the device.
+    """
     fused = _FUSED_STEPS.get(optimizer)
     if fused is not None:
         fused.widen_moments()
@@ -63,10 +66,10 @@ class Slot(IntEnum):
     EMPTY = 0
     HELD = 1  # the model's low-precision gradient, still scaled, stands for the master's
     OWN = 2  # the weight's own `.grad`, unscaled, in a form that the kernels take
-    FOREIGN = 3  # the weight's own, maybe not in that form: sparse, or of another type, class or layout
+    FOREIGN = 3  # the weight's own `.grad`, perhaps sparse or of a type, class or layout that the kernels do not take
 
 
-_FOREIGN = int(Slot.FOREIGN)  # an int is found in a third of the time
+_FOREIGN = int(Slot.FOREIGN)  # `in` finds an int in a third of the time
 
 
 @dataclass(slots=True)
@@ -78,10 +81,10 @@ class StepInput:
         weights: n, the tensors to step: `params`, except for shards and an optimizer with masters of its own.
         gradients: n; of the weights' shapes, or None.
         copies: n low-precision parameters that the new weights are rounded into, or None each; None: there are none.
-        slots: n; the kind of each gradient; FOREIGN where it is not known.
+        slots: n; the kind of each gradient; FOREIGN if the kind is not known.
         scaled: n; 1 for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
         are_held: True if no weight that has a copy has a gradient in its `.grad`.
-        is_current: True if the tables of the last step serve this one; `FusedStep.plan` sets it.
+        is_current: True if this step can use the tables of the last one; `FusedStep.plan` sets it.
     """
 
     params: Sequence[Tensor]
@@ -103,8 +106,8 @@ class FusedStep:
     """Steps every tensor of one optimizer in one pass.
 
     Args:
-        optimizer: held weakly. Its `state` is filled as its own class would fill it, except for `step` counts: they
-            are views of one float32 tensor on the parameters' device, where they advance.
+        optimizer: referred to weakly. Its `state` is filled like by its own class, except for `step` counts: they are
+            views of one float32 tensor on the parameters' device, where the kernels advance them.
     """
 
     def __init__(self, optimizer: Optimizer, rule: Rule) -> None:
@@ -113,13 +116,13 @@ class FusedStep:
         self._tables: list[Table] = []
         self._captured: list[Table] = []  # earlier tables, to which CUDA graphs still write
         self._weights: tuple[Tensor, ...] = ()
-        self.copies: tuple[Tensor | None, ...] = ()  # that the last step wrote beside the weights
+        self.copies: tuple[Tensor | None, ...] = ()  # written beside the weights by the last step
         self._inner: list[dict[str, Any]] = []
         self._stateless: list[int] = []  # rows that have had no gradient yet
         self._needs_state1: list[bool] = []
         self._group_sizes: list[int] = []
         self._form = StateForm(rule)
-        self.is_required = False  # True if its class's own step cannot do it, so that the reference must
+        self.is_required = False  # True if the class's own step cannot replace a step of the reference
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
 
     @property
@@ -200,7 +203,7 @@ class FusedStep:
                 gradients if rows is None else [gradients[i] for i in rows],
                 scaled if rows is None else bytes(scaled[i] for i in rows),
                 groups,
-                # By place, as pybind looks each name up.
+                # Positional, as pybind looks each name up.
                 scale,
                 flag,
                 total,
@@ -215,7 +218,7 @@ class FusedStep:
         self.is_required, self._form.dtype = False, torch.float32
 
     def release(self) -> None:
-        """Give the state torch's form back: each count is a tensor of its own, on the CPU. Waits for the device."""
+        """Restore torch's form of the state: each count is its own tensor, on the CPU. Waits for the device."""
         for table in self._tables:
             for inner, count in zip(table.inner, table.steps.cpu().unbind(), strict=True):
                 if self.rule.keeps_step and "step" in inner:
@@ -244,7 +247,7 @@ class FusedStep:
         return {**state_dict, "state": state}
 
     def obstacle(self, step: StepInput) -> str | None:
-        """Explain why no table can be built of these tensors and the optimizer's state; None if it can."""
+        """Explain why no table can be built of these tensors and the optimizer's state; None if one can."""
         optimizer = self._live_optimizer()
         dtypes = kernels.FLOATS if self._form.is_ours else (torch.float32,)
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
@@ -269,7 +272,7 @@ class FusedStep:
         if self._form.is_ours:
             return None  # the table refuses overlaps with its own message
         both = list(zip(self._states(step.params), step.weights, strict=True))
-        moments = {  # a moment that is laid out anew gets its own memory
+        moments = {  # a moment whose layout must change gets its own memory
             name: [self._form.kept(state.get(name), w) for state, w in both] for name in self._form.moments
         }
         try:
@@ -290,7 +293,7 @@ class FusedStep:
             and [len(group["params"]) for group in optimizer.param_groups] == self._group_sizes
         ):
             return False
-        for table in self._tables:  # no generators: asked before each step
+        for table in self._tables:  # no generators, as this runs before each step
             if not table.is_current():
                 return False
         return not self._stateless or all(gradients[i] is None for i in self._stateless)
@@ -356,7 +359,7 @@ def _is_plain(grad: Tensor) -> bool:
 def laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     """Return `grad` in the memory order of `weight`, which the kernels need, or a copy of it in that order.
 
-    Gradients of autograd have that order, a user's may not. Lazy gradients (negated, or without memory) are copied.
+    Autograd's gradients have that order, a user's may not. Lazy gradients (negated, or without memory) are copied.
     """
     if grad is None or grad.shape != weight.shape or (kernels.same_layout(grad, weight) and not kernels.is_lazy(grad)):
         return grad

@@ -26,11 +26,11 @@ class LARC:
         rate = min(rate / lr, 1)                                            if clip
         g = (g + weight_decay * p) * rate
 
-    Where |p| or |g| is 0 the gradient stays as it is. The inner optimizer sees a weight decay of 0 meanwhile.
+    If |p| or |g| is 0, the gradient stays the same. The inner optimizer steps with a weight decay of 0.
 
     Not a torch.optim.Optimizer, as in apex: LR schedulers take `.optim`. `amp.initialize`, `amp.scale_loss`,
-    `amp.master_params` and `amp.clip_grad_norm_` take either, and look after `.optim`; gradients are then unscaled ones
-    of FP32 masters, and an overflow skips the step as usual.
+    `amp.master_params` and `amp.clip_grad_norm_` take a LARC or its `.optim`, and work on `.optim`: LARC then adapts
+    unscaled gradients of FP32 masters, and an overflow skips the step as usual.
 
     Args:
         optimizer: the inner optimizer, which steps.
@@ -38,7 +38,7 @@ class LARC:
         clip: never step further than the learning rate alone would; False: scale by the rate times the learning rate.
         eps: added to the denominator.
 
-    Raises AmpTypeError if `optimizer` is none, AmpValueError for values outside of these.
+    Raises AmpTypeError if `optimizer` is no optimizer, AmpValueError for values out of range.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LARC:
         self.optim.add_param_group(param_group)
 
     def register_step_pre_hook(self, hook: Callable[[LARC], None]) -> RemovableHandle:
-        """Have `hook(larc)` called at the beginning of each step, before gradients are read."""
+        """Call `hook(larc)` at the beginning of each step, before gradients are read."""
         handle = RemovableHandle(self._step_pre_hooks)
         self._step_pre_hooks[handle.id] = hook
         return handle
@@ -141,7 +141,7 @@ class LARC:
             rate = (rate / group["lr"]).clamp(max=1.0)
         # A gradient of 0 stays 0: the factor 0 removes the weight decay that was added to it.
         factors = torch.where(of_grads == 0, 0.0, torch.where(of_params == 0, 1.0, rate)).unbind()
-        # In half the sum would lose too much, and so would the factors, which `_foreach_mul_` rounds to that type.
+        # Half would lose too much of the sum, and of the factors, which `_foreach_mul_` rounds to the gradients' type.
         adapted = [g.float() for g in grads] if is_low else grads
         if weight_decay != 0:
             # An optimizer that maximizes negates the gradient, and the decay in it.

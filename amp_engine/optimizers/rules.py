@@ -24,10 +24,10 @@ class Rule:
         formula: a key of `kernels.FORMULAS`.
         state1: name of the first state tensor, shaped as the weight: exp_avg, momentum_buffer or sum.
         state2: name of the second one, or None.
-        hyperparameters: makes the formula of one parameter group.
+        hyperparameters: returns the formula of one parameter group.
         keeps_step: True if `state[p]["step"]` counts the steps, as a float32 tensor of shape [].
-        needs_state1: True for groups with the first state.
-        supports: True for groups that the kernels can step.
+        needs_state1: returns True for groups with the first state.
+        supports: returns True for groups that the kernels can step.
     """
 
     formula: str
@@ -40,7 +40,7 @@ class Rule:
 
     @property
     def reads_sums(self) -> bool:
-        """True if the step needs the norms of the gradients, which pass 1 has taken."""
+        """True if the step needs the norms of the gradients, which pass 1 computes."""
         return FORMULAS[self.formula].reads_sums
 
     @property
@@ -56,10 +56,11 @@ _MAY_BE_ABSENT = {"maximize", "lr_decay", "decoupled_weight_decay"}
 def hyperparameters(
     formula: type[Formula], *, without: Sequence[str] = (), always: Mapping[str, bool] | None = None, **entries: str
 ) -> Callable[[Group], Formula]:
-    """Return a function from a parameter group to its `formula`: each field is the entry of its name, or of `entries`.
+    """Return a function from a parameter group to its `formula`.
 
-    `betas` are beta1 and beta2. Fields in `without` are none of the class's: an entry of that name says nothing; fields
-    in `always` have the same value in all groups.
+    A field is the group's entry of the same name, or of the name in `entries`; beta1 and beta2 are the entry `betas`.
+    Fields in `without` keep their defaults, even if a group has such an entry; fields in `always` are the same in all
+    groups.
     """
     betas, fixed = ("beta1", "beta2"), dict(always or {})
     named = [field for field in fields(formula) if field.name not in (*without, *betas, *fixed)]

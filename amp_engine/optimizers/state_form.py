@@ -31,7 +31,7 @@ class StateForm:
         self.dtype = torch.float32
 
     def misfit(self, state: dict[str, Any], weight: Tensor) -> str | None:
-        """Say which part of a tensor's state the kernels cannot use even if it is laid out anew; None if they can.
+        """Explain which part of a tensor's state the kernels cannot use, in any layout; None if they can use all.
 
         torch's SGD steps buffers of any type, and keeps the type; its Adam fails halfway on other types.
         """
@@ -57,7 +57,7 @@ class StateForm:
         return None
 
     def torn(self, state: dict[str, Any], group: dict[str, Any]) -> str | None:
-        """Say what a partial state lacks, as torch's own steps raise on one; None if it is whole or can start anew."""
+        """Explain what a partial state lacks, on which torch's own steps raise; None if it is complete or unstarted."""
         whole = self._whole(self._rule.needs_state1(group))
         missing = [name for name in whole if state.get(name) is None]
         found = [name for name in whole if name not in ("step", *missing)]
@@ -66,7 +66,7 @@ class StateForm:
         return f"has {' and '.join(found)}, but no {' and no '.join(missing)}" if found and missing else None
 
     def lacks(self, state: dict[str, Any], needs_state1: bool) -> bool:
-        """True if a step would have to start some of the state."""
+        """True if a step would have to initialize some of the state."""
         return any(state.get(name) is None for name in self._whole(needs_state1))
 
     def _whole(self, needs_state1: bool) -> list[str]:
@@ -82,7 +82,7 @@ class StateForm:
         return 0.0 if buffer is None else known.get(id(buffer), 1.0)
 
     def fill(self, state: dict[str, Any], weight: Tensor, group: dict[str, Any]) -> None:
-        """Start missing state as torch's classes do at a tensor's first gradient. A DTensor gets DTensor moments."""
+        """Initialize missing state as torch does at a tensor's first gradient. A DTensor gets DTensor moments."""
         rule = self._rule
         if rule.keeps_step and state.get("step") is None:
             state["step"] = torch.tensor(0.0, device="cpu")
@@ -93,19 +93,19 @@ class StateForm:
             state[NORM] = torch.zeros((), device="cpu")
 
     def lay_out(self, state: dict[str, Any], weight: Tensor) -> None:
-        """Bring the moments into their type and the weight's order in memory: a checkpoint may have others."""
+        """Bring the moments into `dtype` and the weight's order in memory: those of a checkpoint may differ."""
         for name in self.moments:
             value = state.get(name)
             if value is not None and not self.fits(local_of(value), weight):
                 state[name] = torch.empty_like(weight, dtype=self.dtype).copy_(value.detach())
 
     def kept(self, value: Tensor | None, weight: Tensor) -> Tensor | None:
-        """Return the moment, or this rank's part of it; None if it is missing or will be laid out anew."""
+        """Return the moment, or this rank's part of it; None if it is missing or its layout must change."""
         value = None if value is None else local_of(value)
         return value if self.fits(value, weight) else None
 
     def fits(self, value: Tensor | None, weight: Tensor) -> bool:
-        """True if a moment has its type, and its weight's order in memory."""
+        """True if a moment has the type `dtype`, and its weight's order in memory."""
         return (
             value is not None
             and value.dtype == self.dtype

@@ -17,7 +17,7 @@ from amp_engine.optimizers.state_form import NORM
 
 
 class Table:
-    """The tensors of one device. `rows` are their places among the optimizer's tensors; None stands for all."""
+    """The tensors of one device. `rows` are their places among the optimizer's tensors; None: all of its tensors."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class Table:
         return tensor_lists.same_entries(self.inner, self._entries) and self.native.is_current()
 
     def by_state(self) -> list[tuple[Tensor, float]]:
-        """Return pairs of a state tensor and the step count that goes with it. Waits for the device."""
+        """Return pairs of a state tensor and its step count. Waits for the device."""
         pairs = zip(self._counts, self.steps.tolist(), strict=True)
         return [(tensor, count) for tensor, count in pairs if tensor is not None]
 
 
 def _put(inner: list[dict[str, Any]], name: str, numbers: Tensor) -> list[Tensor | None]:
-    """Replace each number that state has under `name` by a view of its place in `numbers`; return n views or None."""
+    """Replace each number in `inner` under `name` by a view of its place in `numbers`; return n views or None."""
     views: list[Tensor | None] = []
     for state, view in zip(inner, numbers.unbind(), strict=True):
         if state.get(name) is None:
@@ -77,5 +77,5 @@ def _put(inner: list[dict[str, Any]], name: str, numbers: Tensor) -> list[Tensor
 
 
 def _local(states: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return this rank's parts of DTensors, and other tensors as they are."""
+    """Return this rank's parts of DTensors, and other tensors unchanged."""
     return [None if state is None else local_of(state) for state in states]

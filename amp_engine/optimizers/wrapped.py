@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from amp_engine.ground.reachable import held, reachable
 from amp_engine.optimizers.larc import LARC
 
-# Attributes in which torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__
-# lacks some, and its `step` is not `hooked`: torch calls none of them.
+# Attributes in which torch.optim.Optimizer keeps the hooks that amp_engine uses. A class that never calls
+# Optimizer.__init__ lacks some of them, and its `step` is not `hooked`: torch calls no hook.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -22,7 +22,7 @@ _HOOKS = (
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return optimizers in attributes of `optimizer`, and in lists and dictionaries there (Lookahead, SAM and kin)."""
+    """Return optimizers in attributes of `optimizer`, and in lists and dictionaries there (as in Lookahead, SAM)."""
     found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
@@ -36,7 +36,7 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 def takes_hooks(optimizer: Optimizer) -> bool:
     """True if torch calls the hooks that are registered with `optimizer`."""
-    for hooks in _HOOKS:  # no generator: asked at each `scale_loss`
+    for hooks in _HOOKS:  # no generator, as this runs at each `scale_loss`
         if not hasattr(optimizer, hooks):
             return False
     return hasattr(type(optimizer).step, "hooked")
@@ -58,22 +58,22 @@ def inner_of(optimizer: Any) -> Any:
 
 
 def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
-    """True if the groups of both have the very same lists of parameters, so that a master in one is in the other."""
+    """True if the groups of both share their lists of parameters, so that a master in one list is in the other."""
     groups = getattr(optimizer, "param_groups", [])
     return [id(group["params"]) for group in groups] == [id(group["params"]) for group in inner.param_groups]
 
 
 def has_groups_of(optimizer: Optimizer, inner: Optimizer) -> bool:
-    """True if each group of `inner` has the very list of parameters of some group of `optimizer`."""
+    """True if each group of `inner` shares its list of parameters with some group of `optimizer`."""
     lists = {id(group["params"]) for group in optimizer.param_groups}
     return all(id(group["params"]) in lists for group in inner.param_groups)
 
 
 def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:
-    """Return an attribute in which `wrapper` keeps parameters of `inner` that no master replaces; None without one.
+    """Return an attribute in which `wrapper` keeps parameters of `inner` that no master replaces; None if none.
 
-    Groups, state, optimizers and objects that it shares with `inner` do not count. If `wrapper` is `inner`, attributes
-    that only `__init__` names do not count.
+    Ignores groups, state, optimizers and objects that `wrapper` shares with `inner`, and, if `wrapper` is `inner`,
+    attributes that only `__init__` names.
     """
     own = {id(value) for value in (vars(inner) if wrapper is not inner else {}).values()}
     own |= {id(one) for both in (wrapper, inner) for one in (both.param_groups, both.state)}
@@ -95,6 +95,6 @@ def _names_used(kind: type) -> set[str]:
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing")]
     methods = (value for base in bases for name, value in vars(base).items() if name != "__init__")
     codes = [inspect.unwrap(one).__code__ for one in methods if isinstance(one, types.FunctionType)]
-    for code in codes:  # grows meanwhile
+    for code in codes:  # grows in the loop
         codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return {name for code in codes for name in code.co_names}

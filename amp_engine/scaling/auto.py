@@ -10,44 +10,44 @@ from torch import Tensor
 from amp_engine.ground.devices import moved
 
 LARGEST = 65504.0
-"""The largest float16. Gradients of a backward in bfloat16 could be larger, and need not."""
+"""The largest float16. In bfloat16 gradients could be larger, but need not be."""
 
-FIRST_SCALE = 2.0**8  # of one backward: the next one knows more
+FIRST_SCALE = 2.0**8  # only for one backward, which shows the sizes of gradients
 HEADROOM = 2.0**3
-"""Room between the largest gradient of a weight, which is seen, and the largest of an activation, which is not."""
-_FORGET_SEEN = 2.0 ** (-1 / 64)  # a clean backward
-_FORGET_OVERFLOW = 2.0 ** (-1 / 8000)  # a clean backward: a dynamic scale tries again after 2000
-_BACKOFF = 2.0**-8  # each of the first _STEEP overflows in a row
+"""Factor between the largest gradient of a weight, which is observed, and that of an activation, which is not."""
+_FORGET_SEEN = 2.0 ** (-1 / 64)  # per clean backward
+_FORGET_OVERFLOW = 2.0 ** (-1 / 8000)  # per clean backward: a dynamic scale tries again after 2000
+_BACKOFF = 2.0**-8  # at each of the first _STEEP overflows in a row
 _STEEP = 2
 _PATIENCE = 16
-"""Overflows in a row after which each halves the scale: a dynamic scale, which halves at each, is as low by then."""
-_CLIMB = 2.0 ** (1 / 8)  # a clean backward, once something has overflowed
-_LONGEST_SHOT = 2.0**12  # of the largest activation's gradient over the largest weight's, that an overflow can suggest
+"""Overflows in a row after which each one halves the scale: a dynamic scale halves at each, and is as low by then."""
+_CLIMB = 2.0 ** (1 / 8)  # per clean backward, after an overflow
+_LONGEST_SHOT = 2.0**12  # the largest ratio of activations' to weights' gradients that an overflow can suggest
 
 _MEMORY = ("seen", "limit", "reach", "overflows_in_a_row")
 
 
 class AutoScale:
-    """Chooses the largest power of two at which gradients of the sizes seen do not overflow. All in device tensors.
+    """Chooses the largest power of two at which gradients of the observed sizes do not overflow, in device tensors.
 
     The rule, with S the scale and M the largest unscaled magnitude among the gradients of weights:
     after a clean backward `seen = max(M, seen * 2**(-1/64))`, and S is the largest power of two for which
     `seen * 2**3 * S` and `2 * limit * S` are not above 65504; `limit` halves in 8000 clean backwards.
-    After an overflow S is divided by 2**8, and by 2**8 after a second in a row. Then it waits for 14 more, since NaN
-    data is likelier by now than gradients that have grown 2**16-fold, and halves at each further overflow. The first
-    in a row says that some value of the size `limit = max(limit, 65504 / S)` was there. A loss that is not finite
-    says nothing of the scale, and changes nothing.
-    A limit more than 2**12 above `seen` was no gradient's. So a clean backward brings S back at once to a scale at
-    which even such a value would not overflow, also if all its gradients are 0. From there S doubles in 8 clean
-    backwards, and meets a value that is too large, and that no weight shows, once from below. The rule and its
-    constants are ours.
+    After an overflow S is divided by 2**8, and by 2**8 after a second in a row. S then stays for 14 more overflows,
+    since NaN data is likelier by now than gradients that have grown 2**16-fold, and halves at each further one. The
+    first in a row shows a value of size 65504 / S: `limit = max(limit, 65504 / S)`. An overflow with a loss that is
+    not finite tells nothing about the scale, and changes nothing.
+    A limit more than 2**12 times `seen` did not come from a gradient. So a clean backward brings S back at once to a
+    scale at which a value of 2**12 times `seen` would not overflow, also if all its gradients are 0. From there S
+    doubles in 8 clean backwards, so that it reaches a too large value that no weight shows only once, from below. We
+    chose the rule and its constants.
 
     Attributes:
         seen: float32, shape []; 0 before the first backward.
         limit: float32, shape []; 0 before the first overflow.
-        reach: float32, shape []; the scale, which climbs in steps, before it is rounded down to a power of two.
+        reach: float32, shape []; the scale before it is rounded down to a power of two.
         overflows_in_a_row: float32, shape [].
-        flushed: float32, shape []; != 0 if all gradients of the last backward were 0, and the scale was raised for it.
+        flushed: float32, shape []; != 0 if all gradients of the last backward were 0, and the scale was raised.
     """
 
     def __init__(self) -> None:
@@ -68,16 +68,16 @@ class AutoScale:
         self.overflows_in_a_row = moved(self.overflows_in_a_row, device)
 
     def memory(self) -> dict[str, float]:
-        """The numbers that decide the next moves. Waits for the device."""
+        """Return the numbers that decide the next scales. Waits for the device."""
         return {name: float(getattr(self, name)) for name in _MEMORY}
 
     def remember(self, memory: Mapping[str, float]) -> None:
-        """Take over what `memory` gave."""
+        """Load the numbers that `memory` returned."""
         for name in _MEMORY:
             getattr(self, name).fill_(memory.get(name, 0.0))
 
     def restart(self) -> None:
-        """Forget everything."""
+        """Set the numbers to 0."""
         self.remember({})
 
     def update_(
@@ -90,14 +90,14 @@ class AutoScale:
         low: float,
         high: float,
     ) -> None:
-        """Move `scale`, in place. No host sync.
+        """Adjust `scale` in place. No host sync.
 
         Args:
             scale: float32, shape [].
-            used: the scale that the backward had; float32, shape [].
+            used: the scale of the backward; float32, shape [].
             found_inf: float32, shape []: != 0 is an overflow.
-            largest: of the scaled gradients' magnitudes; float32, shape []. None: not known, and only overflows move
-                the scale.
+            largest: the largest magnitude of the scaled gradients; float32, shape []. None: not known, and only
+                overflows change the scale.
             bad_loss: float32, shape []: != 0 if the loss itself was not finite. None: not known.
             low, high: bounds of the scale.
         """
@@ -118,8 +118,8 @@ class AutoScale:
             highest = (LARGEST / needed).clamp(low, high)
             climbed = torch.maximum(self.reach * _CLIMB, LARGEST / (seen * _LONGEST_SHOT))
             reach = torch.where(kept > 0, torch.minimum(highest, climbed), highest)
-            # Where all gradients that were ever seen are 0 the scale stays. log2 and exp2 are exact for powers of two,
-            # but not on each device for what lies next to them: frexp is.
+            # The scale stays if all gradients so far were 0. frexp is exact. log2 and exp2 are exact for powers of two,
+            # but not on each device for numbers next to them.
             _, exponent = torch.frexp(reach)
             raised = torch.where(needed > 0, torch.ldexp(torch.ones_like(scale), exponent - 1), scale)
             flushed = ((largest == 0) & ~overflowed & (raised.clamp(low, high) > used)).float()

@@ -1,7 +1,7 @@
-"""Losses that `torch.autograd.grad` is called on, outside of a `scale_loss`: scaled, and their gradients unscaled.
+"""Scales losses for `torch.autograd.grad`, outside of a `scale_loss`, and unscales their gradients.
 
-For gradient penalties and other gradients of gradients. Half gradients on the way underflow without a scale, and
-where they overflow, only a lower scale helps: the scaler has to hear of it.
+For gradient penalties and other gradients of gradients. Without a scale, half gradients in between underflow. If they
+overflow, only a lower scale helps, so the scaler records the overflow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Gradients = TypeVar(
 
 
 def scaled(scaling: Scaling, loss: Tensor, loss_id: int) -> Tensor:
-    """`loss.float() * scale`, with a graph, at a scale that `unscaled` divides by. No host sync."""
+    """Return `loss.float() * scale`, with a graph; `unscaled` divides by the same scale. No host sync."""
     scaler = scaling.scaler(loss_id)
     scaler.to(loss.device)
     snapshot = scaling.latched[loss_id] = scaler.snapshot()
@@ -36,9 +36,9 @@ def scaled(scaling: Scaling, loss: Tensor, loss_id: int) -> Tensor:
 
 
 def unscaled(scaling: Scaling, gradients: Gradients, loss_id: int) -> Gradients:
-    """Gradients of what `scaled` gave, over its scale, in FP32 at least; remembers whether one was not finite.
+    """Divide gradients of a result of `scaled` by its scale, in FP32 at least, and record if one is not finite.
 
-    Raises AmpStateError where the scale is not known: `scaled` was never called, or the scaler was updated since.
+    Raises AmpStateError if the scale is not known: `scaled` was never called, or the scaler was updated since.
     """
     scaler, snapshot = scaling.scaler(loss_id), scaling.latched.get(loss_id)
     scaler.settle()
@@ -71,7 +71,7 @@ def _unscaled(gradient: Tensor, snapshot: ScaleSnapshot) -> Tensor:
 
 
 def _record(scaler: LossScaler, gradients: Sequence[Tensor]) -> None:
-    """Have the next update of the scaler count an overflow of these: what hides it, as a clamp, stays possible."""
+    """Record an overflow of `gradients` for the scaler's next update, as later code may hide it, such as a clamp."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for one in gradients:
         if type(one) is Tensor and one.dtype == torch.float32 and is_dense(one) and not is_lazy(one):

@@ -1,4 +1,4 @@
-"""Each loss over its backwards, its scale, and which of them overflowed: what the host has learned anyway."""
+"""The history of each loss, of its scale and its overflows, from numbers that reach the host anyway."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from amp_engine.scaling.outcome import Outcome
 
 LIMIT = 1000
-"""How many points a track keeps before it is thinned."""
+"""Number of points that a track keeps before it is thinned."""
 
 KEPT_LOSSES = 64
 
-_LET_WAIT = 64  # if more backwards wait for their flags, these are asked for
+_LET_WAIT = 64  # number of unknown outcomes above which the host asks for them
 
 
 @dataclass(frozen=True)
 class Point:
-    """A backward after which the scale was another one, or that overflowed.
+    """A backward that changed the scale or overflowed.
 
     Attributes:
-        backward: its number in its engine, from 1, or among those of its loss if it has none; 0 is the beginning.
-        scale: the scale after it.
-        overflows: of this backward, and of thinned-out ones before it.
+        backward: its number in its engine, from 1, or if it has none among its loss's backwards; 0: the beginning.
+        scale: the scale after the backward.
+        overflows: number of overflows, of this backward and of backwards before it that were thinned out.
     """
 
     backward: int
@@ -36,15 +36,15 @@ class Track:
     """One loss and its scale.
 
     Args:
-        scale: of the first backward; None if it is not known.
+        scale: the scale of the first backward; None: not known.
 
     Attributes:
-        scale: after the last backward that the host knows of.
-        backwards: how many it knows of, and
-        overflows: how many of them overflowed. Both count all, whatever was thinned out of `points`.
+        scale: the scale after the last backward that the host knows of.
+        backwards: number of backwards that the host knows of, with those that were thinned out of `points`.
+        overflows: number of these backwards that overflowed.
         points: at most `LIMIT`, oldest first.
-        losses: the last finite ones that the host was told, and no overflow came of, one for each step, in the order in
-            which it was told, with the numbers of their backwards in their engine.
+        losses: the last finite losses without overflow that reached the host, one for each step, in order of arrival,
+            with the numbers of their backwards in their engine.
     """
 
     def __init__(self, scale: float | None = None) -> None:
@@ -57,17 +57,17 @@ class Track:
     def add(
         self, overflowed: bool, scale: float, number: int = 0, loss: float | None = None, follows: int | None = None
     ) -> None:
-        """One more backward, after which the scale is `scale`; the others are as in `ScaleHistory.note`."""
+        """Add a backward, after which the scale is `scale`; the other arguments are those of `ScaleHistory.note`."""
         self.backwards += 1
         if loss is not None and not overflowed and math.isfinite(loss):
             losses = self.losses
             if losses:
                 last = losses[-1][0]
-                # Of a delayed backward each optimizer closes its own window, which is noted under the same number.
+                # In a delayed backward each optimizer closes its own window, and notes it under the same number.
                 if last == follows or last == number != 0:
                     losses.pop()
             losses.append((number, loss))
-        if scale == self.scale and not overflowed:  # nearly all of them
+        if scale == self.scale and not overflowed:  # nearly all backwards
             return
         self.scale = scale
         self.overflows += overflowed
@@ -76,7 +76,7 @@ class Track:
             self._thin()
 
     def _thin(self) -> None:
-        """Keep the first point, the last, and every second in between; overflows of the others go to the next kept."""
+        """Keep the first point, the last, and every second in between; add overflows of others to the next one kept."""
         first, *rest = self.points
         newest_first = zip(rest[-1::-2], rest[-2::-2], strict=False)
         merged = [Point(p.backward, p.scale, p.overflows + before.overflows) for p, before in newest_first]
@@ -88,22 +88,22 @@ class ScaleHistory:
 
     def __init__(self) -> None:
         self._tracks: defaultdict[int, Track] = defaultdict(Track)
-        # As `note` is given them, oldest first.
+        # Arguments of `note`, oldest first.
         self._waiting: deque[tuple[int, Outcome, int, int | None]] = deque()
 
     def begin(self, scales: Sequence[float]) -> None:
-        """Start anew, with the first scale of each loss."""
+        """Discard the history, and start with the first scale of each loss."""
         self._waiting.clear()
         self._tracks.clear()
         self._tracks.update((loss_id, Track(scale)) for loss_id, scale in enumerate(scales))
 
     def note(self, loss_id: int, outcome: Outcome, number: int = 0, follows: int | None = None) -> None:
-        """A backward is concluded. Its outcome counts once the host knows it; nothing is asked of a device for that.
+        """Note a concluded backward. Its outcome is added once the host knows it. Does not wait.
 
-        A captured one is left out: it is run by replays, of which the host hears nothing.
+        Ignores a captured backward, as the host does not see the replays that run it.
 
         Args:
-            number: of the backward in its engine; 0 if it has none.
+            number: the number of the backward in its engine; 0 if it has none.
             follows: the number of the backward before it that is for the same step.
         """
         if outcome.has_arrived and not self._waiting:
@@ -119,18 +119,18 @@ class ScaleHistory:
             self.hear(wait=False)
 
     def hear(self, wait: bool) -> None:
-        """Note what has arrived by now, or all of it."""
+        """Add the outcomes that have arrived; with `wait`, wait for all and add them."""
         while self._waiting and (wait or self._waiting[0][1].is_known()):
             self._add(*self._waiting.popleft())
 
     def track(self, loss_id: int) -> Track:
-        """Of one loss, as far as was heard."""
+        """Return the track of one loss, with the outcomes that were added so far."""
         return self._tracks[loss_id]
 
     def losses_before(self, loss_id: int, number: int) -> list[float]:
-        """What `Track.losses` has of backwards before `number`, if it is not 0, as far as is known. Does not wait."""
+        """Return the known `Track.losses` of backwards before `number`, or of all if it is 0. Does not wait."""
         self.hear(wait=False)
-        losses = tuple(self._tracks[loss_id].losses)  # at once: another thread may add to them
+        losses = tuple(self._tracks[loss_id].losses)  # a copy, as another thread may add losses
         return [loss for earlier, loss in losses if earlier < number or number == 0]
 
     def _add(self, loss_id: int, outcome: Outcome, number: int, follows: int | None) -> None:

@@ -18,10 +18,10 @@ class Scaling:
     Attributes:
         scalers: one for each loss_id.
         skips: the backwards under a static scale whose overflow skips the step.
-        latched: loss_id -> the scale that `amp.scale` multiplied by last; valid while the scaler still has it.
-        expects_nonfinite: True if the last loss that the host heard of on a GPU was not finite.
-        reported: loss_ids with a static scale that was reported to overflow: another look is of no use.
-        history: of losses and their scales, as the host learns of them.
+        latched: loss_id -> the scale by which `amp.scale` last multiplied; valid while the scaler still has it.
+        expects_nonfinite: True if the last loss that reached the host from a GPU was not finite.
+        reported: loss_ids whose static scale was reported to overflow, which need no second report.
+        history: losses and their scales that have reached the host.
     """
 
     scalers: list[LossScaler] = field(default_factory=list)
@@ -34,17 +34,17 @@ class Scaling:
     @property
     def is_active(self) -> bool:
         """True if a backward may decide that a step is skipped, or gradients may be scaled."""
-        for scaler in self.scalers:  # no generator: asked before each step
+        for scaler in self.scalers:  # no generator, as this runs before each step
             if not scaler.is_identity:
                 return True
         return self.skips is Skips.ALWAYS
 
     def skips_static(self, is_read: bool) -> bool:
-        """True if an overflow at a static scale skips the step; `is_read`: its gradients are read in any case."""
+        """True if an overflow at a static scale skips the step; `is_read`: the gradients are read in any case."""
         return self.skips is Skips.ALWAYS or (is_read and self.skips is Skips.WHERE_READ)
 
     def heard_of_loss(self, is_finite: bool) -> None:
-        """After a loss that is not finite the host waits for the next one, to see where that comes from."""
+        """Note a loss that reached the host. After one that is not finite, it waits for the next, to find the cause."""
         self.expects_nonfinite = not is_finite
 
     def begin(
@@ -63,10 +63,10 @@ class Scaling:
             LossScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
             for _ in range(num_losses)
         ]
-        self.history.begin([scaler.loss_scale() for scaler in self.scalers])  # which are on the CPU still
+        self.history.begin([scaler.loss_scale() for scaler in self.scalers])  # still on the CPU
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """The scaler of this number. Raises AmpIndexError if there is none."""
+        """Return the scaler of `loss_id`. Raises AmpIndexError if there is none."""
         try:
             return self.scalers[loss_id]
         except (IndexError, TypeError):
@@ -76,5 +76,5 @@ class Scaling:
             ) from None
 
     def default(self) -> LossScaler:
-        """The scaler of gradients without a loss_id: the first."""
+        """Return the scaler of gradients without a loss_id: the first one."""
         return self.scalers[0] if self.scalers else LossScaler(1.0)

@@ -1,4 +1,4 @@
-"""The outcome of one scaled backward travels to the host."""
+"""The outcome of one scaled backward, on its way to the host."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from amp_engine.ground.devices import HostNumbers
 class Outcome(HostNumbers):
     """The flag, the scales and the loss of one backward, on their way to the host in one message.
 
-    Methods that wait say so: they wait until the numbers have arrived.
+    A method that says "Waits" waits until the numbers have arrived.
 
     Args:
-        numbers: float32, shape [4]: != 0 if there was an overflow, the scale after it, the scale that the loss had,
-            and the loss before scaling if it `travels`. At an "auto" scale shape [5]: != 0 if all gradients were 0
-            because it was too low.
+        numbers: float32, shape [4]: != 0 if there was an overflow, the scale after the backward, the scale that the
+            loss had, and the loss before scaling if it `travels`. At an "auto" scale shape [5], last: != 0 if all
+            gradients were 0 because the scale was too low.
         value: the loss before scaling, if the host knows it.
-        loss: the same loss where the host does not know it, of any shape; None if it was not given.
-        skips: whether an overflow skips the step, or is only reported.
-        is_agreed: whether several ranks agreed on the flag.
+        loss: the loss before scaling, of any shape, if the host does not know it; None if it was not given.
+        skips: True if an overflow skips the step; False if it is only reported.
+        is_agreed: True if several ranks agreed on the flag.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Outcome(HostNumbers):
 
     @property
     def has_arrived(self) -> bool:
-        """True if the host has found that the numbers are there. Asks no device."""
+        """True if the host has found that the numbers have arrived. Asks no device."""
         return self.values is not None
 
     def overflowed(self) -> bool:
@@ -82,5 +82,5 @@ def travels(loss: Tensor, device: torch.device) -> bool:
 
 
 def is_number(loss: Tensor) -> bool:
-    """True if `loss` is one number that can be read without a collective or a mode of torch's."""
+    """True if `loss` is one number, in a plain tensor: reading it needs no collective and no mode of torch."""
     return type(loss) is Tensor and loss.numel() == 1

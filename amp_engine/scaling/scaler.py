@@ -22,9 +22,9 @@ class ScaleUpdate(NamedTuple):
     """The update of a loss scale after one backward.
 
     Attributes:
-        given: the arguments of `kernels.update_scale_`, by place.
-        outcome, inv_scale: written by it.
-        closed: the snapshot that learns its inverse; None if there is none, or the scale has moved since.
+        given: the positional arguments of `kernels.update_scale_`.
+        outcome, inv_scale: tensors that the update writes.
+        closed: the snapshot that gets `inv_scale`; None if there is none, or the scale has changed since.
     """
 
     given: tuple[Any, ...]
@@ -34,26 +34,26 @@ class ScaleUpdate(NamedTuple):
 
 
 class LossScaler:
-    """Multiplies a loss, remembers whether gradients overflowed, adjusts itself.
+    """Multiplies a loss, records whether gradients overflowed, and adjusts its scale.
 
     Dynamic, once per backward (see `kernels.update_scale_` for the formula): halve on overflow, double
     after `scale_window` clean backwards in a row, stay within [min_loss_scale, max_loss_scale].
-    "auto": as `AutoScale` says. Static: the scale stays, the count of clean backwards runs on.
+    "auto": see `AutoScale`. Static: the scale stays, the count of clean backwards goes on.
 
     Args:
-        loss_scale: "dynamic", a DynamicLossScale, whose numbers then count, "auto", or the static scale.
+        loss_scale: "dynamic", a DynamicLossScale, whose numbers replace the next arguments, "auto", or a static scale.
         init_scale: first dynamic scale; `max_loss_scale` if that is lower.
         scale_factor: growth factor and inverse of the backoff factor, above 1.
         scale_window: clean backwards between two growths.
         min_loss_scale: floor; None means 2**-24.
         max_loss_scale: ceiling.
 
-    Raises AmpValueError for values outside of these.
+    Raises AmpValueError for values out of range.
     """
 
-    _init_scale = 2.0**16  # of scalers that 0.1 pickled
+    _init_scale = 2.0**16  # for scalers that version 0.1 pickled
     _next: ScaleSnapshot | None = None  # the snapshot of the next backward, from the last update
-    _was_captured = False  # True once an update is in a CUDA graph: its replays move the scale unseen
+    _was_captured = False  # True once an update is in a CUDA graph, whose replays the host does not see
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class LossScaler:
         first = self.bounded(self._init_scale) if self._static_scale is None else self._static_scale
         self.scale = torch.tensor(first, dtype=torch.float32, device="cpu")
         self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
-        self._overflows_left = torch.tensor(self._hysteresis, dtype=torch.int32, device="cpu")  # the last lowers it
+        self._overflows_left = torch.tensor(self._hysteresis, dtype=torch.int32, device="cpu")  # the last lowers `scale`
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         # The outcome of the last update, whose first number is the flag; older scalers have pickled the flag alone.
         self._last_found_inf: Tensor | None = None
@@ -93,7 +93,7 @@ class LossScaler:
 
     def __repr__(self) -> str:
         kind = "auto" if self.auto is not None else "dynamic" if self.dynamic else self._static_scale
-        return f"<LossScaler: {kind}>"  # what it is now, the device knows
+        return f"<LossScaler: {kind}>"  # the present scale is on the device
 
     @property
     def is_identity(self) -> bool:
@@ -102,7 +102,7 @@ class LossScaler:
 
     @property
     def rule(self) -> DynamicLossScale:
-        """The numbers by which the scale moves where it is dynamic."""
+        """The numbers of the rule of a dynamic scale."""
         return DynamicLossScale(
             self._init_scale,
             self.scale_factor,
@@ -114,11 +114,11 @@ class LossScaler:
         )
 
     def bound(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
-        """Keep a dynamic scale within these bounds from its next update on. Raises AmpValueError for others."""
+        """Keep a dynamic scale within these bounds from its next update on. Raises AmpValueError for wrong bounds."""
         self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
 
     def owe(self, update: Callable[[], None]) -> None:
-        """Have `update`, which waits for other ranks, called before anything of the scaler is read or written."""
+        """Call `update`, which waits for other ranks, before the scaler's state is next read or written."""
         self.settle()
         self._owed = update
 
@@ -134,7 +134,7 @@ class LossScaler:
         return float(self.scale) if self._static_scale is None else self._static_scale
 
     def to(self, device: torch.device) -> None:
-        """Move the state to `device`, where the losses are. Waits only if that is the CPU.
+        """Move the state to `device`, where the losses are. Waits only if `device` is the CPU.
 
         Raises AmpStateError during the capture of a CUDA graph, which such a copy would break.
         """
@@ -153,29 +153,29 @@ class LossScaler:
                 self.auto.to(device)
 
     def snapshot(self) -> ScaleSnapshot:
-        """The scale for one backward, as a copy. No host sync."""
+        """Return a copy of the scale for one backward. No host sync."""
         self.settle()
         if self._next is not None and self._next.is_still(self.scale) and not devices.is_capturing(self.scale.device):
             return self._next
         return ScaleSnapshot(self.scale, self._static_scale)
 
     def record_(self, nonfinite: Tensor) -> None:
-        """Remember that a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""
+        """Record if a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""
         self.settle()
         bad = moved(nonfinite.any().float(), self.found_inf.device)
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
     def begin_update(self, closed: ScaleSnapshot | None = None, loss: Tensor | None = None) -> ScaleUpdate:
-        """Return the update after one backward; `kernels.update_scale_` with its arguments, or a check, does it.
+        """Return the update after one backward, which `kernels.update_scale_(*given)` or a check executes.
 
         Args:
-            closed: the snapshot of this backward, which learns its own inverse on the way, unless the scale has
-                moved since: by another backward, a checkpoint, or a write.
+            closed: the snapshot of this backward, which gets its inverse from the update, unless another backward, a
+                checkpoint or a write has changed the scale since.
             loss: the loss before scaling, to send to the host; float32, shape [], on the device of the scale.
         """
         inv_scale = torch.empty_like(self.scale)
         outcome = self.scale.new_empty(4)
-        # By place: pybind looks each name up, and that takes twice as long as the update.
+        # Positional, as pybind looks each name up, which takes twice as long as the update.
         given = (
             self.scale,
             self.unskipped,
@@ -197,11 +197,11 @@ class LossScaler:
         return ScaleUpdate(given, outcome, inv_scale, closed if is_still else None)
 
     def end_update(self, update: ScaleUpdate, largest: Tensor | None = None, bad_loss: Tensor | None = None) -> Tensor:
-        """Take over what an update that was done has found. No host sync.
+        """Take over the results of an executed update. No host sync.
 
         Args:
-            largest: of the magnitudes of the backward's scaled gradients, float32, shape []; for "auto".
-            bad_loss: != 0 if its loss was not finite before scaling, float32, shape []; for "auto".
+            largest: the largest magnitude of the backward's scaled gradients, float32, shape []; for "auto".
+            bad_loss: != 0 if the loss was not finite before scaling, float32, shape []; for "auto".
 
         Returns:
             The numbers of an `Outcome`.
@@ -228,7 +228,7 @@ class LossScaler:
         bad_loss: Tensor | None = None,
         loss: Tensor | None = None,
     ) -> Tensor:
-        """Adjust the scale after one backward and discard the overflow; the arguments are those of the two halves.
+        """Adjust the scale after one backward, and discard the overflow. See `begin_update` and `end_update`.
 
         Returns:
             The numbers of an `Outcome`. No host sync.
@@ -239,7 +239,7 @@ class LossScaler:
         return self.end_update(update, largest, bad_loss)
 
     def restart(self) -> None:
-        """Go back to the first scale, within the bounds of now, and count from 0. No host sync."""
+        """Go back to the first scale, within the present bounds, and count from 0. No host sync."""
         self.settle()
         self.scale.fill_(self.bounded(self._init_scale) if self._static_scale is None else self._static_scale)
         self.unskipped.zero_()
@@ -248,11 +248,11 @@ class LossScaler:
             self.auto.restart()
 
     def bounded(self, scale: float) -> float:
-        """`scale`, or the bound of dynamic scales that it is beyond."""
+        """Return `scale`, clamped to the bounds of dynamic scales."""
         return max(self._min_loss_scale, min(self._max_loss_scale, scale))
 
     def clear_overflow_state(self) -> None:
-        """Discard the overflow that `record_` remembers, and the one that the last update found."""
+        """Discard the overflow that `record_` recorded, and the one that the last update found."""
         self.settle()
         self.found_inf.zero_()
         self._last_found_inf = None
@@ -273,13 +273,13 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """`master = model / scale` pairwise; remembers whether one of `model_grads` was not finite. No host sync.
+        """Compute `master = model / scale` pairwise, and record if a `model_grads` is not finite. No host sync.
 
         Args:
             model_grads: n dense tensors of float16, bfloat16 or float32.
             master_grads: n of their shapes, strides and devices, in any of these types; possibly the same tensors.
             unused_scale: as in apex.
-            models_are_masters: then there is nothing to do, and nothing is looked at, at a static scale of 1.
+            models_are_masters: True: at a static scale of 1 do nothing, and check nothing.
             scale_override: as in `unscale_with_stashed`.
         """
         del unused_scale
@@ -296,21 +296,21 @@ class LossScaler:
         master_grads: Sequence[Tensor],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """`master = model / scale + stashed`; remembers whether one of `model_grads` was not finite. No host sync.
+        """Compute `master = model / scale + stashed`, and record if a `model_grads` is not finite. No host sync.
 
         Args:
             model_grads: as in `unscale`.
             master_grads: as in `unscale`.
-            stashed_master_grads: what was accumulated before; as `master_grads`.
-            scale_override: the scales that model and stashed gradients have, and the scale that their sum is to
-                have. Default: (this scale, 1, 1).
+            stashed_master_grads: gradients that were accumulated before; like `master_grads`.
+            scale_override: the scales of model gradients, of stashed gradients, and of their sum. Default: (this
+                scale, 1, 1).
         """
         for models, stashed, masters in _by_device(model_grads, stashed_master_grads, master_grads):
             a, b = self._factors(models[0].device, scale_override)
             self.record_(kernels.axpby_(masters, models, stashed, a, b).nonfinite)
 
     def _factors(self, device: torch.device, scales: tuple[float, float, float] | None) -> tuple[Tensor, Tensor | None]:
-        """The factors of model and stashed gradients: float32, shape []; None is 1."""
+        """Return the factors of model and stashed gradients: float32, shape []; None is 1."""
         if scales is None:
             return moved(self.snapshot().inv_scale, device), None
         have, stashed_have, wanted = scales
@@ -322,16 +322,16 @@ class LossScaler:
         return {"loss_scale": self.loss_scale(), "unskipped": int(self.unskipped)}
 
     def memory(self) -> dict[str, float]:
-        """The numbers besides `state_dict` that decide its next moves; empty for most. Waits for the device."""
+        """Return the numbers besides `state_dict` that decide the next scales; most have none. Waits for the device."""
         self.settle()
         known = {} if self.auto is None else self.auto.memory()
         if self._hysteresis == 1:
             return known
-        # It counts on below 0, with no other effect than 0: the next overflow lowers the scale.
+        # The count goes on below 0, with the same effect as 0: the next overflow lowers the scale.
         return {**known, "overflows_left": max(0.0, float(self._overflows_left))}
 
     def remember(self, memory: Mapping[str, float]) -> None:
-        """Take over the numbers of `memory` that a scaler of this kind has."""
+        """Load the numbers of `memory` that a scaler of this kind has."""
         self.settle()
         if self.auto is not None:
             self.auto.remember(memory)
@@ -339,7 +339,7 @@ class LossScaler:
             self._overflows_left.fill_(int(memory.get("overflows_left", self._hysteresis)))
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Take over scale and count; whether the scaler is dynamic stays as it is.
+        """Load scale and count; the scaler stays static or dynamic.
 
         Raises AmpValueError if an entry is missing or the scale is not a positive finite number.
         """
@@ -352,7 +352,7 @@ class LossScaler:
         self._put(loss_scale, unskipped)
 
     def _put(self, loss_scale: float, unskipped: int | None = None) -> None:
-        """Have this scale from now on, and this count, if it is given."""
+        """Set the scale, and the count if it is given."""
         scale = parse_loss_scale(loss_scale)
         if not isinstance(scale, float):
             raise AmpValueError("_loss_scale is a number.  Use for example _loss_scale = 2.0**16.")
@@ -396,7 +396,7 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> Tensor:
-        """The flag as apex's kernels take it: int32, shape [1], on the memory of `found_inf`."""
+        """The flag in the form of apex's kernels: int32, shape [1], in the memory of `found_inf`."""
         self.settle()
         return self.found_inf.view(torch.int32).view(1)
 
@@ -429,14 +429,14 @@ class LossScaler:
 
 
 def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
-    """The lists, split by the device of the tensors in the first list."""
+    """Split the lists by the device of the tensors in the first list."""
     rows = list(zip(*lists, strict=True))
     devices = dict.fromkeys(row[0].device for row in rows)
     return [tuple(map(list, zip(*(row for row in rows if row[0].device == device), strict=True))) for device in devices]
 
 
 def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float, float]:
-    """Floor and ceiling as floats; None stands for the defaults 2**-24 and 2**24.
+    """Return floor and ceiling as floats; None: the defaults 2**-24 and 2**24.
 
     Raises AmpValueError unless 0 <= floor <= ceiling.
     """
@@ -452,4 +452,4 @@ def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float,
             "with 0 <= min_loss_scale <= max_loss_scale.  Use for example min_loss_scale=1.0, "
             "max_loss_scale=2.0**24, or leave them out for 2**-24 and 2**24."
         )
-    return max(low, LOWEST_SCALE), high  # 0 means as low as it goes
+    return max(low, LOWEST_SCALE), high  # 0 means the lowest scale

@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 class ScaleSnapshot:
-    """The scale of one backward, out of reach of later updates: float32 tensors of shape [].
+    """The scale of one backward, which later updates do not change: float32 tensors of shape [].
 
     Args:
-        current: the scaler's own.
-        static: its number, if it is static.
-        copy: a copy of the scaler's own that nothing writes; None to make one.
+        current: the scaler's own tensor.
+        static: the scale as a number, if it is static.
+        copy: a copy of `current` that nothing writes; None to make one.
 
     Attributes:
         is_identity: True if the host knows that the scale is 1.
@@ -22,15 +22,15 @@ class ScaleSnapshot:
         self._static = static
         self.is_identity = static == 1.0
         self._taken_from = current
-        self._version = -1 if current.is_inference() else current._version  # an inference tensor keeps none
+        self._version = -1 if current.is_inference() else current._version  # an inference tensor has none
         self._inv_scale: Tensor | None = None
 
     def is_still(self, current: Tensor) -> bool:
-        """True if `current`, the scaler's own tensor, was not written since. No host sync."""
+        """True if `current`, the scaler's own tensor, was not written since this snapshot. No host sync."""
         return current is self._taken_from and self._version >= 0 and current._version == self._version
 
     def equals(self, other: ScaleSnapshot) -> bool:
-        """True if the host knows that both scales are equal. No host sync: two updates may lead back to it unseen."""
+        """True if the host knows that both scales are equal. No host sync, so updates that cancel out go unseen."""
         if self._static is not None:
             return self._static == other._static
         return self is other or (
@@ -39,7 +39,7 @@ class ScaleSnapshot:
 
     @property
     def inv_scale(self) -> Tensor:
-        """1 / scale; taken in float64, then rounded once: a static scale need not be a power of two."""
+        """1 / scale, computed in float64 and rounded once, as a static scale need not be a power of two."""
         if self._inv_scale is None:
             self._inv_scale = self.scale.double().reciprocal().float()
         return self._inv_scale

@@ -176,7 +176,7 @@ class FusedOptimizer(Optimizer):
         )
 
     def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
-        """Return the float32 master of `p`, which share writes to either; `p` if it is float32 or was never stepped."""
+        """Return the float32 master of `p`, with writes to either copied to the other; `p` if float32 or unstepped."""
         if p.dtype == torch.float32:
             return p
         state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})

@@ -20,7 +20,7 @@ class Scaling:
         skips: the backwards under a static scale whose overflow skips the step.
         latched: loss_id -> the scale by which `amp.scale` last multiplied; valid while the scaler still has it.
         expects_nonfinite: True if the last loss that reached the host from a GPU was not finite.
-        reported: loss_ids whose static scale was reported to overflow, which need no second report.
+        reported: loss_ids whose static scale was reported to overflow, so that gradients need no further check.
         history: losses and their scales that have reached the host.
     """
 

@@ -85,7 +85,7 @@ class LossScaler:
         first = self.bounded(self._init_scale) if self._static_scale is None else self._static_scale
         self.scale = torch.tensor(first, dtype=torch.float32, device="cpu")
         self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
-        self._overflows_left = torch.tensor(self._hysteresis, dtype=torch.int32, device="cpu")  # the last lowers `scale`
+        self._overflows_left = torch.tensor(self._hysteresis, dtype=torch.int32, device="cpu")  # 0: `scale` falls
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         # The outcome of the last update, whose first number is the flag; older scalers have pickled the flag alone.
         self._last_found_inf: Tensor | None = None
@@ -273,7 +273,7 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """Compute `master = model / scale` pairwise, and record if a `model_grads` is not finite. No host sync.
+        """Compute `master = model / scale` pairwise, and record if a model gradient is not finite. No host sync.
 
         Args:
             model_grads: n dense tensors of float16, bfloat16 or float32.
@@ -296,7 +296,7 @@ class LossScaler:
         master_grads: Sequence[Tensor],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """Compute `master = model / scale + stashed`, and record if a `model_grads` is not finite. No host sync.
+        """Compute `master = model / scale + stashed`, and record if a model gradient is not finite. No host sync.
 
         Args:
             model_grads: as in `unscale`.

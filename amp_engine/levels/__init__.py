@@ -1,1 +1,1 @@
-"""Policies, the levels that name them, files that keep them."""
+"""Policies, the levels that name them, and the files that hold them."""

@@ -1,8 +1,8 @@
 """FSDP at each level: shards that `initialize` refuses, and FSDP2's policy at the levels that cast models.
 
 `fully_shard` gathers its FP32 shards, which are the masters, in half for forward and backward, and reduces gradients
-in FP32, as O2 and O5 do. Its policy has no public setter afterwards. So users pass the policy, and `initialize` reads
-it.
+in FP32, as O2 and O5 do. The policy has no public setter after `fully_shard`, so users pass the policy to it, and
+`initialize` reads the policy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def fsdp_policy(opt_level: str, root: bool = False) -> MixedPrecisionPolicy:
-    """The `mp_policy` with which `fully_shard` is called for a level, before `initialize` at that level.
+    """Return the `mp_policy` for calls of `fully_shard` before `initialize` at a level.
 
         for block in model.blocks:
             fully_shard(block, mp_policy=amp.fsdp_policy("O2"))
@@ -40,17 +40,17 @@ def fsdp_policy(opt_level: str, root: bool = False) -> MixedPrecisionPolicy:
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 
-    At O2 and O5 parameters are gathered in half and gradients reduced in FP32. A batch norm, FP32 at these levels, is
-    a unit of its own: `fully_shard(norm, mp_policy=amp.fsdp_policy("O0"))`. The other levels cast elsewhere, or not at
-    all, so theirs casts nothing; at O3 call `model.half()` first.
+    At O2 and O5 parameters are gathered in half and gradients reduced in FP32. A batch norm, which is FP32 at these
+    levels, needs a unit of its own: `fully_shard(norm, mp_policy=amp.fsdp_policy("O0"))`. The policies of the other
+    levels cast nothing, as these levels cast elsewhere or not at all; at O3 call `model.half()` first.
 
     Args:
         opt_level: "O0" to "O5".
-        root: True for the outermost call, whose outputs become FP32, as the level's are.
+        root: True for the outermost call, whose outputs become FP32, like the outputs of the level.
 
-    Returns a torch.distributed.fsdp.MixedPrecisionPolicy. Raises AmpStateError for what is no level.
+    Returns a torch.distributed.fsdp.MixedPrecisionPolicy. Raises AmpStateError if there is no such level.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # which takes a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # here, as it takes a second
 
     policy = level_named(opt_level)
     if not policy.master_weights:
@@ -63,7 +63,7 @@ def fsdp_policy(opt_level: str, root: bool = False) -> MixedPrecisionPolicy:
 
 
 def is_cast_by_fsdp2(model: nn.Module, policy: Policy) -> bool:
-    """True if `fully_shard` casts `model` as `policy` asks; `check_shards` has the details."""
+    """True if `fully_shard` is to cast `model` for `policy`; `check_shards` checks that it does."""
     return bool(policy.master_weights) and policy.cast_model_type in LOW_PRECISION and has_fsdp2(model)
 
 
@@ -161,7 +161,7 @@ def _text(called: str, what: str, found: Any, level: str | None, is_root: bool) 
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """`unit` and the modules in it, except the modules of units inside."""
+    """Yield `unit` and the modules in it, except units inside of it and their modules."""
     yield unit
     for child in unit.children():
         if not is_fsdp2(child):

@@ -1,6 +1,6 @@
 """The optimization levels: O0 to O3 as apex defined them, O4 and O5 as their bfloat16 twins.
 
-Names of O4 and O5 after ROCm's documentation. A bfloat16 level needs no loss scaling: the type has float32's range.
+The names O4 and O5 are from ROCm's documentation. A bfloat16 level needs no loss scaling: the type has float32's range.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ BRIEFS = {
 
 
 def level(opt_level: object) -> Policy:
-    """The policy named `opt_level`. Raises AmpStateError, in apex's words but for recipes, for any other value."""
+    """Return the policy named `opt_level`. Raises AmpStateError for others, in apex's words except for recipes."""
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return LEVELS[opt_level]
     recipe = recipes.meant(opt_level)
@@ -88,12 +88,12 @@ def level(opt_level: object) -> Policy:
 
 
 def beneath(opt_level: str) -> str:
-    """The level that the rest of a model is run at: O0 for a recipe, and a level itself."""
+    """Return the level at which the rest of a model runs: O0 for a recipe, else `opt_level` itself."""
     return "O0" if opt_level in recipes.RECIPES else opt_level
 
 
 def _meant(opt_level: object) -> str:
-    """The level that is meant by a type, as in "bf16" or "16-mixed", or by a number."""
+    """Return the level that the user means by a type, as in "bf16" or "16-mixed", or by a number."""
     text = str(opt_level).strip().lower()
     casts = any(word in text for word in ("mixed", "amp", "auto", "casts"))
     if "bf" in text or "brain" in text:

@@ -1,4 +1,4 @@
-"""The types and casts of a run as one frozen value, which judges every combination in one place."""
+"""The types and casts of a run as one frozen value, which checks every combination."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Policy:
         cast_model_type: type of the model's parameters, buffers and inputs. None or False: not cast.
         patch_torch_functions: cast the arguments of listed torch functions (O1, O4).
         keep_batchnorm_fp32: leave affine batch norms in float32 when the model is cast.
-        master_weights: the optimizer steps float32 copies of low-precision parameters; "split": bfloat16 parameters and
-            the 16 bits that rounding took from each.
-        loss_scale: "dynamic", also with numbers of one's own; "auto"; or the static factor.
+        master_weights: the optimizer steps float32 copies of low-precision parameters; "split": bfloat16 parameters
+            with their remainders.
+        loss_scale: "dynamic", a DynamicLossScale, "auto", or the static factor.
         patch_torch_functions_type: the low-precision type of `patch_torch_functions`; None elsewhere.
     """
 
@@ -51,15 +51,15 @@ class Policy:
 
     @property
     def low_precision(self) -> torch.dtype | None:
-        """The half type that functions or models are cast to; None where they compute in float32."""
+        """The half type to which functions or models are cast; None if they compute in float32."""
         of_functions = self.patch_torch_functions_type if self.patch_torch_functions else None
         return next((t for t in (of_functions, self.cast_model_type) if t in LOW_PRECISION), None)
 
     def override(self, **overrides: object) -> Policy:
-        """A copy with every override that is not None.
+        """Return a copy with every override that is not None.
 
-        Raises AmpTypeError or AmpValueError for a value that no policy can hold. `complaints` tells if the fields fit
-        each other.
+        Raises AmpTypeError or AmpValueError for a value that no policy can hold. `complaints` checks if fields fit each
+        other.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
         if "cast_model_type" in given and given["cast_model_type"] is not False:
@@ -75,10 +75,10 @@ class Policy:
         return dataclasses.replace(self, **given)  # type: ignore[arg-type]
 
     def with_property(self, name: str, value: object) -> Policy:
-        """A copy with one of apex's properties set, to None too.
+        """Return a copy with one of apex's properties set, also to None.
 
-        Raises AmpStateError if there is no such property or it does not fit the others, AmpTypeError or AmpValueError
-        for a value that it cannot have.
+        Raises AmpStateError if there is no such property or its value does not fit the others, AmpTypeError or
+        AmpValueError for a value that it cannot have.
         """
         if name not in self.properties():
             raise AmpStateError(f"There is no property {name!r}.  Use one of {', '.join(self.properties())}.")
@@ -89,7 +89,7 @@ class Policy:
         return changed
 
     def complaints(self) -> Iterator[str]:
-        """One sentence for each field that does not fit the level (apex's words)."""
+        """Yield a sentence for each field that does not fit the level (apex's words)."""
         level = self.opt_level
         casts_functions = level in _FUNCTION_CASTING_LEVELS
         if casts_functions and self.cast_model_type not in (None, False, torch.float32):
@@ -119,7 +119,7 @@ class Policy:
             )
 
     def properties(self) -> dict[str, object]:
-        """apex's seven properties and their values, in print order."""
+        """Return apex's seven properties and their values, in print order."""
         names = [f.name for f in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name != "patch_torch_functions_type"}
 
@@ -130,7 +130,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """The policy that `str(policy)` wrote. Raises AmpValueError for any other text."""
+        """Return the policy that `str(policy)` wrote. Raises AmpValueError for any other text."""
         names = [f.name for f in dataclasses.fields(cls)]
         pairs = [pair.partition("=")[::2] for pair in text.split(",")]
         if [name for name, _ in pairs] != names:
@@ -139,9 +139,9 @@ class Policy:
 
 
 def parse_loss_scale(value: object) -> LossScale:
-    """`value` as a loss scale: "dynamic", "auto", or a positive finite number (strings such as "128.0" too).
+    """Return `value` as a loss scale: "dynamic", "auto", a DynamicLossScale, or a positive finite number.
 
-    Raises AmpValueError for anything else.
+    Takes strings such as "128.0" too. Raises AmpValueError for anything else.
     """
     if value == "dynamic" or value == "auto":
         return value
@@ -163,7 +163,7 @@ def parse_loss_scale(value: object) -> LossScale:
 
 
 def check_casts(casts: object) -> None:
-    """Raise AmpValueError for anything but the places where functions can be cast."""
+    """Raise AmpValueError unless `casts` is "everywhere" or "model"."""
     if casts not in ("everywhere", "model"):
         raise AmpValueError(
             f'casts={casts!r} is neither "everywhere" nor "model".  Use casts="model" to cast functions inside of '
@@ -175,14 +175,14 @@ class Skips(Enum):
     """The backwards under a static scale whose overflow skips the step."""
 
     NEVER = False
-    WHERE_READ = "auto"  # where gradients are read whatever follows: those of masters
+    WHERE_READ = "auto"  # only if gradients are read in any case: those of masters
     ALWAYS = True
 
 
 def parse_skips(skip_on_overflow: object, policy: Policy) -> Skips:
     """Return the backwards that `skip_on_overflow` of `initialize` means. Raises AmpValueError for another string."""
     if skip_on_overflow == "auto":
-        # Masters may be bfloat16 at O4 without function casts, too.
+        # At O4 without function casts, masters may belong to bfloat16 parameters too.
         is_bfloat16 = torch.bfloat16 in (policy.patch_torch_functions_type, policy.cast_model_type)
         return Skips.WHERE_READ if is_bfloat16 else Skips.NEVER
     if isinstance(skip_on_overflow, str):

@@ -1,4 +1,4 @@
-"""A level, the modules that stay in FP32 at it, and other arguments of `initialize`, in a JSON file for people."""
+"""A level, the modules that stay in FP32 at it, and other arguments of `initialize`, in a JSON file."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class RunPolicy:
     Attributes:
         opt_level: "O0" to "O5". For `amp.compare_levels` and `amp.find_fp32_modules` a recipe too: "float8", "mxfp8",
             "nvfp4", whose overrides are those of O0. `initialize` refuses it.
-        keep_float: names of modules, as `model.named_modules()` gives them, "" for the model itself; of several models
-            `models[0].encoder.norm`. `initialize` passes them to `amp.keep_float` before it casts the model. At O0 it
-            changes nothing.
+        keep_float: names of modules, as `model.named_modules()` gives them, "" for the model itself; with several
+            models `models[0].encoder.norm`. `initialize` passes the modules to `amp.keep_float` before it casts the
+            model. At O0 they change nothing.
 
-    The others are the arguments of `initialize` of these names; None is not said. Types and rules are kept by name, as
-    the file has them: "float16", and a DynamicLossScale as `str` writes it, "dynamic(growth_interval=500)".
+    The other attributes are the arguments of `initialize` of the same names; None: not set. Types and rules are kept as
+    strings, as in the file: "float16", and a DynamicLossScale as `str` writes it, "dynamic(growth_interval=500)".
 
     Raises AmpValueError for an unknown level, for values that the level does not allow and for values of other types.
     """
@@ -79,19 +79,19 @@ class RunPolicy:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The arguments of `initialize` that are set, but for the level and the modules."""
+        """The arguments of `initialize` that are set, except for the level and the modules."""
         found = {name: getattr(self, name) for name in _OVERRIDES}
         return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def from_json(cls, text: str, source: str = "This text") -> RunPolicy:
-        """The policy in a text that `to_json` or a user wrote.
+        """Return the policy in a text that `to_json` or a user wrote.
 
         Args:
             text: JSON.
-            source: what errors call it.
+            source: name of the text in errors.
 
-        Raises AmpValueError for anything else, for keys that are there twice, and for unknown keys, with the nearest
+        Raises AmpValueError for other texts, for keys that are there twice, and for unknown keys, with the nearest
         known one.
         """
 
@@ -134,7 +134,7 @@ class RunPolicy:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunPolicy:
-        """The policy in a file. Raises AmpValueError for what is no policy, OSError as `open` does."""
+        """Return the policy in a file. Raises AmpValueError if the file has none, OSError like `open`."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as e:
@@ -142,7 +142,7 @@ class RunPolicy:
         return cls.from_json(text, os.fspath(path))
 
     def to_json(self) -> str:
-        """`{"format": 1, "opt_level": ..., "keep_float": [...]}`, and what else is set."""
+        """Return `{"format": 1, "opt_level": ..., "keep_float": [...], ...}` with the other attributes that are set."""
         return json.dumps(
             {"format": FORMAT, "opt_level": self.opt_level, "keep_float": [*self.keep_float], **self.overrides},
             indent=2,
@@ -150,7 +150,7 @@ class RunPolicy:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file. Raises OSError as `open` does."""
+        """Write the policy to a file. Raises OSError like `open`."""
         Path(path).write_text(f"{self.to_json()}\n", encoding="utf-8")
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ class RunPolicy:
         return f"{self.opt_level}{others}, with {kept} kept in FP32"
 
     def _check(self) -> None:
-        """Raise AmpValueError for values of another type, or that do not fit the level."""
+        """Raise AmpValueError for values of a wrong type, or that do not fit the level."""
         for name, (allowed, in_words) in _TYPES.items():
             value = getattr(self, name)
             if value is not None and not (type(value) in allowed and (name != "cast_model_type" or value is not True)):
@@ -208,14 +208,14 @@ _EXAMPLE = f'Write for example {{"format": {FORMAT}, "opt_level": "O2", "keep_fl
 
 
 def completed(said: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """The arguments of `initialize` with what their policy says, which the others overrule.
+    """Return the arguments of `initialize`, completed from their policy. Passed arguments win over the policy.
 
     Args:
-        said: what was passed, by name, whatever the defaults are. None, but of `opt_level`, counts as not passed.
+        said: the passed arguments by name, without defaults. None counts as not passed, except for `opt_level`.
 
     Returns:
         The level, arguments besides the level and the policy, and the names of modules to keep in FP32. Raises
-        AmpTypeError or AmpValueError for what is no policy, and for another level than the policy's.
+        AmpTypeError or AmpValueError if `policy` is no policy, or `opt_level` is not the policy's level.
     """
     policy = said.get("policy")
     others = {name: value for name, value in said.items() if name not in ("opt_level", "policy")}
@@ -241,9 +241,9 @@ def completed(said: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str, 
 
 
 def takes_policy(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a method be called with what the policy among its arguments says.
+    """Decorate `initialize` so that the policy among its arguments completes the others.
 
-    Only here it is known what was passed, and what is a default: a signature does not tell the two apart.
+    Only a decorator knows which arguments were passed: the method itself also sees defaults.
     """
     signature = inspect.signature(initialize)
 

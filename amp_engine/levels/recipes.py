@@ -1,4 +1,4 @@
-"""Recipes of training in eight and four bits: not levels, but what a batch can be looked at in."""
+"""Recipes of training in eight and four bits, to compare a batch in. They are not levels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from amp_engine.kernels.narrow_formats import E2M1, E4M3, E5M2, Format, one_scal
 
 @dataclass(frozen=True)
 class Recipe:
-    """The formats that products of matrices are given their operands in.
+    """The formats of operands of matrix products.
 
     Attributes:
-        operands: of a forward, and of a backward what is no gradient.
-        gradients: of a backward.
-        has_convolutions: convolutions take them as well. None do in blocks.
+        operands: format in a forward, and of operands in a backward that are not gradients.
+        gradients: format of gradients in a backward.
+        has_convolutions: True if convolutions use these formats too; not with blocks.
     """
 
     operands: Format
@@ -25,8 +25,8 @@ class Recipe:
 _MXFP8 = Format(E4M3, powers_of_two, block=32)  # OCP MX v1.0, section 5.2: blocks of 32
 _NVFP4 = Format(E2M1, two_levels, block=16)
 
-# The formats of gradients: Transformer Engine's Float8CurrentScaling (HYBRID), MXFP8BlockScaling (E4M3) and
-# NVFP4BlockScaling (E2M1), https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
+# The formats of gradients are those of Transformer Engine's Float8CurrentScaling (HYBRID), MXFP8BlockScaling (E4M3)
+# and NVFP4BlockScaling (E2M1), https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
 RECIPES = {
     "float8": Recipe(Format(E4M3, one_scale), Format(E5M2, one_scale), has_convolutions=True),
     "mxfp8": Recipe(_MXFP8, _MXFP8),
@@ -35,7 +35,7 @@ RECIPES = {
 
 
 def meant(opt_level: object) -> str | None:
-    """The recipe that is meant by a name, such as "fp8"; None if it is none."""
+    """Return the recipe that the user means by a name such as "fp8"; None if there is none."""
     text = str(opt_level).strip().lower()
     words = {"mxfp8": "mxfp8", "float8": "float8", "fp8": "float8", "fp4": "nvfp4"}
     return next((recipe for word, recipe in words.items() if word in text), None)

@@ -69,7 +69,7 @@ def nothing_is_cast(level: str, calls: str, names: str) -> str:
 
 
 def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
-    """Message: models were initialized for another type."""
+    """Message: function casts to another type replace those of earlier models."""
     return (
         f"Warning:  an engine casts functions to one type, so that earlier models ({origin}) compute in "
         f"{dtype_name(dtype)} from now on ({new}).  Call amp.close() before amp.initialize(...) if they are done, or "
@@ -87,12 +87,12 @@ def casts_ended(origin: str) -> str:
 
 
 class Reporter:
-    """Says messages, or does not: what `verbosity` lets through goes to the logger `amp_engine`.
+    """Passes the messages that `verbosity` allows to the logger `amp_engine`.
 
-    Casts, which are said where `verbosity` is 2, are INFO as well: who asks for them there is not to set a level, too.
+    Messages about casts are INFO, so that `verbosity=2` is enough to see them, without another logging level.
 
     Args:
-        verbosity: 0 is silent, 1 is apex's default, 2 adds every cast, and what other ranks say as well.
+        verbosity: 0 is silent, 1 is apex's default, 2 adds every cast, and messages of other ranks.
     """
 
     def __init__(self, verbosity: int = 1) -> None:
@@ -101,13 +101,13 @@ class Reporter:
         self._is_after_banner = False
 
     def say_banner(self, lines: Iterable[str]) -> None:
-        """Say `lines` on the first rank; a note or warning that comes before `end_banner` is set apart from them."""
+        """Say `lines` on the first rank; a note or warning before `end_banner` is set apart from them."""
         for line in lines:
             self.say(line, rank0=True)
         self._is_after_banner = True
 
     def end_banner(self) -> None:
-        """Set nothing apart from the banner any more."""
+        """Stop setting notes and warnings apart from the banner."""
         self._is_after_banner = False
 
     def say_once(self, text: str) -> None:
@@ -121,7 +121,7 @@ class Reporter:
 
         Args:
             rank0: only on the first of several ranks.
-            level: of logging; None: WARNING for what begins with "Warning:", as apex marked it, INFO for the rest.
+            level: logging level; None: WARNING for texts that begin with "Warning:", as apex marked them, else INFO.
             fields: more attributes of the record.
         """
         if self.verbosity > 0 and not (rank0 and _rank() > 0):
@@ -132,18 +132,18 @@ class Reporter:
             messages.say(text, level_of_text if level is None else level, stacklevel=2, **fields)
 
     def says(self, is_first: bool) -> bool:
-        """True if this rank prints a message about an agreement of ranks, of which it `is_first` or not."""
+        """True if this rank prints a message about an agreement of ranks; `is_first`: it is the first of them."""
         return is_first or self.verbosity > 1
 
 
 def complain(text: str, rank0: bool = False) -> None:
-    """Say at any verbosity, as a warning, what `hard_override` does not raise; with `rank0` on the first rank only."""
+    """Say a complaint that `hard_override` does not raise, as a warning at any verbosity; `rank0` as in `say`."""
     if not (rank0 and _rank() > 0):
         messages.say(f"Warning:  {text}", logging.WARNING, stacklevel=2)
 
 
 def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
-    """The lines that `initialize` says about a level and the user's overrides."""
+    """Yield the lines that `initialize` says about a level and the user's overrides."""
     yield f"Selected optimization level {BRIEFS[str(defaults.opt_level)]}"
     yield "Defaults for this optimization level are:"
     yield from _properties(defaults)
@@ -153,7 +153,7 @@ def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
 
 
 def flushed_message(loss_id: int, used: float, raised: float) -> str:
-    """A step was taken on gradients that a scale too low left as 0."""
+    """Message: a step was taken on gradients that were 0 because the scale was too low."""
     return (
         f"Warning:  after overflows all gradients were 0 at the loss scale {used} of loss scaler {loss_id}.  The step "
         f"was taken on them, and the scale is {raised} from now on."
@@ -161,7 +161,7 @@ def flushed_message(loss_id: int, used: float, raised: float) -> str:
 
 
 def overflow_message(loss_id: int, loss_scale: float, dynamic: bool, is_lowered: bool) -> str:
-    """apex's line, which scripts and people grep for; a static scale, which apex never skipped, has its own."""
+    """Message: apex's line, which users grep for; a static scale, at which apex never skips, has its own."""
     if not dynamic:
         return f"Gradient overflow.  Skipping step, loss scaler {loss_id} is static at {loss_scale}"
     if not is_lowered:
@@ -170,7 +170,7 @@ def overflow_message(loss_id: int, loss_scale: float, dynamic: bool, is_lowered:
 
 
 def static_overflow_message(loss_id: int, loss_scale: float) -> str:
-    """Said once a scaler: a static scale steps on."""
+    """Message, once for each scaler: a step was taken at a static scale in spite of an overflow."""
     return (
         f"Gradient overflow.  Loss scaler {loss_id} is static at {loss_scale}, so the step was taken with non-finite "
         "gradients.  Pass skip_on_overflow=True to amp.initialize to skip such steps, or loss_scale='dynamic'.  "

@@ -1,4 +1,4 @@
-"""How a dynamic loss scale moves, as users choose it."""
+"""The rule of a dynamic loss scale, as users choose it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class DynamicLossScale:
 
     Attributes:
         init_scale: the first scale, above 0; `max_loss_scale` if that is lower. Default as in apex and torch, 2**16.
-        growth_factor: what the scale is multiplied by after `growth_interval` clean backwards in a row; above 1.
-        backoff_factor: what it is multiplied by at an overflow; between 0 and 1.
+        growth_factor: factor of the scale after `growth_interval` clean backwards in a row; above 1.
+        backoff_factor: factor of the scale at an overflow; between 0 and 1.
         growth_interval: at least 1. Default as in apex and torch, 2000.
-        hysteresis: which overflow since the last clean backward lowers the scale: 1 the first, as in apex and torch; 2
-            forgives one. Steps are skipped either way. As in Megatron-LM, whose default is 2.
-        min_loss_scale: floor; None: that of `initialize`, or else 2**-24.
-        max_loss_scale: ceiling; None: that of `initialize`, by default 2**24.
+        hysteresis: number of the overflow, since the last clean backward, that lowers the scale: 1 is the first, as in
+            apex and torch; 2 forgives one. Steps are skipped either way. As in Megatron-LM, whose default is 2.
+        min_loss_scale: floor; None: the floor of `initialize`, or else 2**-24.
+        max_loss_scale: ceiling; None: the ceiling of `initialize`, by default 2**24.
 
-    Raises AmpValueError for values outside of these.
+    Raises AmpValueError for values out of range.
     """
 
     init_scale: float = 2.0**16
@@ -69,14 +69,14 @@ class DynamicLossScale:
             )
 
     def __str__(self) -> str:
-        """`dynamic(growth_interval=500)`: what differs from the defaults; `parse` reads it."""
+        """Return the numbers that are not defaults, which `parse` reads: `dynamic(growth_interval=500)`."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         changed = {f.name: given[f.name] for f in dataclasses.fields(self) if given[f.name] != f.default}
         return f"dynamic({' '.join(f'{name}={value}' for name, value in changed.items())})"
 
     @classmethod
     def parse(cls, text: str) -> DynamicLossScale | None:
-        """The rule in a text that `str` wrote; None for other texts. Raises AmpValueError for values out of range."""
+        """Return the rule that `str` wrote; None for other texts. Raises AmpValueError for values out of range."""
         match = re.fullmatch(r"dynamic\((.*)\)", text)
         if match is None:
             return None

@@ -1,4 +1,4 @@
-"""Change the tensors inside of whatever a model takes or returns, and keep the containers' types."""
+"""Changes the tensors inside of a model's inputs and outputs, and keeps the containers' types."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cast_tensors(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | N
             return value
         try:
             return value.to(dtype)
-        except (TypeError, AttributeError, ValueError):  # a `to` of another meaning, or a class in place of an object
+        except (TypeError, AttributeError, ValueError):  # a `to` of another meaning, or a class instead of an object
             return value
 
     return map_tensors(value, cast)
@@ -39,8 +39,8 @@ def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
 
     Walks lists, tuples, named tuples, deques, mappings, simple namespaces, and instances of dataclasses and of classes
     of attrs. Returns a container of the same type, and does not change the given one; returns the given one itself if
-    `fn` changed nothing in it, or if it cannot be built anew. Strings, numbers, sets, numpy arrays, generators, modules
-    and everything else are returned as they are.
+    `fn` changed nothing in it, or if no new one can be built. Strings, numbers, sets, numpy arrays, generators, modules
+    and all other objects are returned unchanged.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -81,7 +81,7 @@ def _map_sequence(value: Any, fn: Callable[[Any], Any]) -> Any:
     with suppress(Exception):  # the constructor may take something else
         if hasattr(value, "_make"):
             return value._make(items)
-        # `torch.return_types.max` and kin are tuples that take one iterable, as list and tuple do.
+        # `torch.return_types.max` and similar types are tuples that take one iterable, as list and tuple do.
         return kind(items, value.maxlen) if isinstance(value, deque) else kind(items)
     with suppress(Exception):
         return _refilled(value, items)
@@ -117,7 +117,7 @@ def _map_mapping(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def _copied_mapping(value: Any) -> Any:
-    """Copy `value` so that replacing items of the copy leaves `value` alone."""
+    """Copy `value` so that replacing items of the copy does not change `value`."""
     if isinstance(value, OrderedDict) and type(value).__reduce__ is OrderedDict.__reduce__:
         # copy.copy calls the class, which may want arguments.
         rebuilt = type(value).__new__(type(value))

@@ -13,7 +13,7 @@ _HOST = torch.device("cpu")
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`. Waits if that is the host, which could read an unfinished copy."""
+    """Return `tensor` on `device`. Waits if `device` is the host, which could otherwise read an unfinished copy."""
     # Compare first: `to` takes 20 microseconds to do nothing when a model fills the caches.
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
@@ -26,7 +26,7 @@ def number_on(device: torch.device, value: float) -> Tensor:
 
 def is_capturing(device: torch.device) -> bool:
     """True if work queued on `device` now goes into a CUDA graph, so that nothing may wait for it."""
-    if device == _HOST or device.type != "cuda":  # the first is the cheaper question
+    if device == _HOST or device.type != "cuda":  # the first test is cheaper
         return False
     if device.index in (None, torch.cuda.current_device()):
         return torch.cuda.is_current_stream_capturing()
@@ -56,15 +56,15 @@ def wait_for_readers(owners: Sequence[torch.cuda.Stream]) -> None:
 class HostNumbers:
     """Numbers of one device on their way to the host, in one message. Creating it does not wait; reading may.
 
-    While a CUDA graph is captured nothing travels: a replay would not tell the host. Such numbers are never known.
+    During the capture of a CUDA graph nothing is sent, as replays would not send: such numbers are never known.
 
     Args:
-        values: shape [n]; sent as it is, and must not be written again.
+        values: shape [n]; sent without a copy, so must not be written again.
 
     Attributes:
-        count: how many numbers there are.
+        count: number of numbers.
         values: the numbers, once a call has found that they have arrived; else None. Reading this asks no device.
-        is_captured: True if they are in a CUDA graph.
+        is_captured: True if the numbers are in a CUDA graph.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -117,7 +117,7 @@ class HostNumbers:
 
     def _arrived(self) -> list[float]:
         sent, values = self._sent, self.values
-        if sent is None:  # another thread took it
+        if sent is None:  # another thread has read the values
             assert values is not None
             return values
         values = sent.tolist()

@@ -17,7 +17,7 @@ from amp_engine.ground.torch_private import fsdp_param_dtype, is_wrapper_subclas
 T = TypeVar("T")
 
 
-_CAN_HAVE_RANKS = torch.distributed.is_available()  # as torch was built
+_CAN_HAVE_RANKS = torch.distributed.is_available()  # depends on the build of torch
 
 
 def has_ranks() -> bool:
@@ -111,7 +111,7 @@ def is_zero(optimizer: Any) -> bool:
 
 
 def is_in_zero(optimizer: Any) -> bool:
-    """True if a ZeroRedundancyOptimizer steps by `optimizer`. May look at every object of the process."""
+    """True if a ZeroRedundancyOptimizer steps with `optimizer`. May look at every object of the process."""
     kind = _class_of_zero()
     if kind is None or not has_ranks():
         return False
@@ -123,7 +123,7 @@ def _class_of_zero() -> Any:
 
 
 def _class_of_fsdp(name: str) -> type[nn.Module] | None:
-    """Return a class of torch.distributed.fsdp, if that was imported, which takes a second; None has no instances."""
+    """Return a class of torch.distributed.fsdp; None if it has no instances, as that was not imported (a second)."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
 
 

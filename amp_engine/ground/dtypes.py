@@ -48,7 +48,8 @@ _INSTRUCTIONS: dict[torch.dtype, dict[str, dict[str, str]]] = {
         "arm": {"fp16_arith": "FP16 arithmetic", "asimdhp": "FP16 arithmetic"},
     },
 }
-# Limits that keep oneDNN from these: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+# Limits at which oneDNN does not use these instructions:
+# https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
 _BELOW_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 _BELOW_FLOAT16 = (*_BELOW_BFLOAT16, "AVX512_CORE_BF16")
 
@@ -56,7 +57,7 @@ _BELOW_FLOAT16 = (*_BELOW_BFLOAT16, "AVX512_CORE_BF16")
 def cpu_lacks(dtype: torch.dtype) -> str | None:
     """Return the names of instructions for `dtype` if this CPU has none of them and emulates it, else None.
 
-    ONEDNN_MAX_CPU_ISA counts, because oneDNN, which computes for torch, obeys it.
+    Takes ONEDNN_MAX_CPU_ISA into account, which limits oneDNN, torch's library for the CPU.
     """
     if dtype not in _INSTRUCTIONS:
         return None
@@ -71,7 +72,7 @@ def cpu_lacks(dtype: torch.dtype) -> str | None:
 
 
 def cpu_flags() -> Mapping[str, Any]:
-    """Return the flags of this CPU by name; true values are abilities that it has."""
+    """Return the flags of this CPU by name; true for features that it has."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is not None:
         return capabilities()

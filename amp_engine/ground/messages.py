@@ -10,8 +10,8 @@ import sys
 
 LOGGER = logging.getLogger("amp_engine")
 
-# A configuration that names neither logger disables both (`disable_existing_loggers`); one that means to disable LOGGER
-# disables only that.
+# A configuration that names neither logger disables both (`disable_existing_loggers`); a configuration that disables
+# LOGGER on purpose disables only LOGGER.
 _WITNESS = logging.getLogger("amp_engine.by_default")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class RandomState(NamedTuple):
-    """The generators of torch on CPU and GPUs, of Python, and of NumPy where that is loaded."""
+    """The generators of torch on CPU and GPUs, of Python, and of NumPy if it is imported."""
 
     cpu: Tensor
     gpus: list[Tensor] | None
@@ -20,7 +20,7 @@ class RandomState(NamedTuple):
 
 
 def random_state() -> RandomState:
-    """Return the state now, without GPUs during the capture of a CUDA graph, which has its own."""
+    """Return the present state; without GPUs during the capture of a CUDA graph, which has a state of its own."""
     has_gpus = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     numpy = sys.modules.get("numpy")
     return RandomState(

@@ -13,8 +13,8 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-_LIMIT = 20_000  # objects that are looked at
-ITEMS = 1_000  # items of one container that are looked at: a data set may be a list
+_LIMIT = 20_000  # visited objects
+ITEMS = 1_000  # visited items of one container, as a data set may be a list
 _LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device)
 # Functions of these modules refer to no objects of users. Each `assert` in a test names a module of pytest's, which
 # refers to all tests.
@@ -33,7 +33,7 @@ def named_or_held(one: object) -> Iterator[object]:
 
 
 def reachable(roots: Iterable[object], parts: Callable[[object], Iterable[object]] = named_or_held) -> list[object]:
-    """Return the roots, their `parts`, the parts of these and so on, the nearest first, up to a limit."""
+    """Return the roots, their `parts`, the parts of the parts and so on, the nearest first, up to a limit."""
     found: dict[int, object] = {}
     left = deque(roots)
     while left and len(found) < _LIMIT:

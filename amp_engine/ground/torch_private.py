@@ -125,19 +125,19 @@ dynamo_frames: Any = eval_frame
 
 
 COMPILED = "_orig_mod"
-"""What torch.compile names the model inside of its wrapper."""
+"""The name of the model inside of torch.compile's wrapper."""
 
 HAS_LAZY_CLONES = tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
-"""Later a lazy clone of a GPU's memory is to raise where it is written on another stream, or in a capture."""
+"""In later versions a lazy clone of a GPU's memory is to raise if it is written on another stream, or in a capture."""
 
 
 def without_compiled(path: str) -> str:
-    """Return the path of a module or parameter without what torch.compile adds to it."""
+    """Return the path of a module or parameter without the names that torch.compile adds to it."""
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor by copy-on-write; on a GPU without `HAS_LAZY_CLONES` at once.
+    """Copy a tensor by copy-on-write, or at once on a GPU without `HAS_LAZY_CLONES`.
 
     Raises RuntimeError for memory that copy-on-write cannot hold: of numpy, of DLPack, or of several processes.
     """
@@ -175,7 +175,7 @@ def is_in_backward() -> bool:
 
 
 def newest_node() -> int:
-    """Return the sequence number of the node that autograd made last in this thread, as before it runs an operation."""
+    """Return the sequence number of this thread's newest node; autograd makes it before it runs the operation."""
     return int(_C._autograd._get_sequence_nr()) - 1
 
 

@@ -1,4 +1,4 @@
-"""Moving averages of a model's weights in FP32: of the masters, where weights have some."""
+"""Moving averages of a model's weights in FP32: of the masters, if there are any."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """torch.optim.swa_utils.AveragedModel, in FP32 whatever the level.
+    """torch.optim.swa_utils.AveragedModel, in FP32 at every level.
 
-    `module` is a copy of the model with exact FP32 parameters and FP32 buffers and without casts; floating inputs
-    are cast to FP32 where the model casts its own. State dictionaries are as of torch's class around an FP32 model.
+    `module` is a copy of the model with exact FP32 parameters and FP32 buffers and without casts; floating inputs are
+    cast to FP32 if the model casts its own. State dictionaries are like those of torch's class around an FP32 model.
     """
 
     averages_exactly = True  # so its copy deserves no warning
@@ -49,7 +49,7 @@ class AveragedModel(swa_utils.AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards the model: its masters, its FP32 parameters, and with `use_buffers` its buffers.
 
-        The first time they are copied. No host sync but torch's own, which reads `n_averaged`.
+        The first call copies them. No host sync except torch's own, which reads `n_averaged`.
         """
         exact: Any = SimpleNamespace(
             parameters=lambda: _exact(model.parameters()), buffers=lambda: _exact(model.buffers())
@@ -59,13 +59,13 @@ class AveragedModel(swa_utils.AveragedModel):
 
 @contextmanager
 def averaged_weights(model: nn.Module, averaged: nn.Module) -> Iterator[None]:
-    """A context in which `model` computes with the weights and buffers of `averaged`, rounded to its own types.
+    """Return a context in which `model` computes with `averaged`'s weights and buffers, rounded to its own types.
 
         with amp.averaged_weights(model, averaged):
             evaluate(model.eval())
 
-    At its end weights and buffers are what they were, bit for bit, and training goes on from the masters. What is saved
-    in it has the average, as after any write through `.data`.
+    Its end restores weights and buffers, bit for bit, and training continues from the masters. A checkpoint that is
+    saved inside has the average, as after any write through `.data`.
 
     Args:
         model: also at O0, before `initialize`, and in DistributedDataParallel or torch.compile.
@@ -74,8 +74,8 @@ def averaged_weights(model: nn.Module, averaged: nn.Module) -> Iterator[None]:
     Uses memory for another copy of the weights and buffers. No host sync on one device.
 
     Raises AmpTypeError or AmpValueError, before anything is changed, unless `averaged` has weights and buffers of the
-    same shapes, and AmpStateError at the end if weights were written in the body, by a step for example: these stay as
-    they were written.
+    same shapes, and AmpStateError at the end if the body wrote weights, for example by a step: these keep the values
+    that were written.
     """
     weights, buffers, values = _paired(model, averaged)
     tensors = [*weights, *buffers]
@@ -97,11 +97,11 @@ def averaged_weights(model: nn.Module, averaged: nn.Module) -> Iterator[None]:
 
 def _write(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.data.copy_(value)  # moves no version, so that masters stay as they are
+        tensor.data.copy_(value)  # does not increment the version, so that masters do not follow
 
 
 def _paired(model: nn.Module, averaged: nn.Module) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
-    """Weights and buffers of `model`, and what is to stand in for both."""
+    """Return the weights and the buffers of `model`, and the values that replace both."""
     for one in (model, averaged):
         if not isinstance(one, nn.Module):
             raise AmpTypeError(
@@ -127,7 +127,7 @@ def _exact(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _widen(twin: nn.Module, model: nn.Module) -> None:
-    """Make `twin`, a copy of `model`, an FP32 model with the exact values, where it is."""
+    """Make `twin`, a copy of `model`, an FP32 model with the exact values, on its own device."""
     was_cast = without_casts(twin)
     pairs: list[tuple[Tensor, Tensor]] = [*zip(twin.parameters(), model.parameters(), strict=True)]
     pairs += zip(twin.buffers(), model.buffers(), strict=True)

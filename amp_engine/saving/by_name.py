@@ -1,6 +1,6 @@
-"""Weights, masters, and what optimizers keep of them, by the names of the model's parameters.
+"""Weights, masters and the states of optimizers, by the names of the model's parameters.
 
-torch's `get_state_dict` looks for what an optimizer steps among the parameters of the model, where masters are not.
+torch's `get_state_dict` looks for the weights of an optimizer among the parameters of the model, which lack masters.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from amp_engine.stepping.ghost import ghost
 from amp_engine.stepping.master import masters_of, rounds_to_params
 from amp_engine.stepping.own_step import unhooked_step
 
-# torch.compile and activation checkpointing put these into names; torch.distributed.checkpoint takes them out, too.
+# torch.compile and activation checkpointing add these to names; torch.distributed.checkpoint removes them, too.
 _OF_WRAPPERS = (f"{COMPILED}.", "_checkpoint_wrapped_module.")
 
 
 def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, weight) of each parameter of `model`: its master where it has one, else the parameter.
+    """Yield (name, weight) of each parameter of `model`: its master if it has one, else the parameter.
 
-    Names as `model.named_parameters()` has them, without those of DistributedDataParallel, torch.compile and activation
-    checkpoints; a shared parameter has its first. Of several optimizers that step a parameter, the master of the one
-    that stepped it last. A copy of what the model computes with, as `model.state_dict()` has it, stands for a split
-    master, and for a master whose parameter was written since, through `.data` or otherwise.
-    Waits for each device once, where there are masters.
+    Names are those of `model.named_parameters()`, without those of DistributedDataParallel, torch.compile and
+    activation checkpoints; a shared parameter has its first name. If several optimizers step a parameter, yields the
+    master of the optimizer that stepped it last. For a split master, and for a master whose parameter was written
+    since, through `.data` or otherwise, yields a copy of the value that `model.state_dict()` has.
+    Waits for each device once, if there are masters.
     """
     named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
     counting = {name: m for name, param in named if (m := next((m for m in masters_of(param) if m.counts()), None))}
@@ -56,25 +56,25 @@ def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def export_state_dict(model: nn.Module, dtype: torch.dtype | str | None = None) -> OrderedDict[str, Any]:
-    """Weights and buffers as another program loads them: `model.state_dict()` in the types that the model computes in.
+    """Return weights and buffers for other programs: `model.state_dict()` in the types that the model computes in.
 
         model.save_pretrained(folder, state_dict=amp.export_state_dict(model))  # transformers
         torch.save(amp.export_state_dict(model, torch.bfloat16), path)
 
     Args:
-        model: also before `initialize` and after `close`. Of DistributedDataParallel, DataParallel, torch.compile and
-            AveragedModel what is inside, by its own names.
-            Under FSDP2 and tensor parallelism its entries are this rank's shards, in FP32 where `dtype` is None:
-            `value.full_tensor()`, called on all ranks, has all of it.
-        dtype: torch.float16, torch.bfloat16 or torch.float32, of all floating entries, rounded from the exact FP32
-            values, of which those beyond float16 become infinite. None: each has the type of its parameter or buffer,
-            half at O2, O3 and O5 but for modules that stay FP32.
+        model: also before `initialize` and after `close`. For DistributedDataParallel, DataParallel, torch.compile and
+            AveragedModel, exports the model inside, by its own names.
+            Under FSDP2 and tensor parallelism entries are this rank's shards, in FP32 if `dtype` is None:
+            `value.full_tensor()`, called on all ranks, returns the whole tensor.
+        dtype: type of all floating entries: torch.float16, torch.bfloat16 or torch.float32, rounded from the exact
+            FP32 values; values beyond float16 become infinite. None: each entry has the type of its parameter or
+            buffer, half at O2, O3 and O5 except in modules that stay FP32.
 
     Returns:
-        The entries of `model.state_dict()` as contiguous copies on their devices; tied weights are one tensor. What is
-        no tensor is as it was.
+        The entries of `model.state_dict()` as contiguous copies on their devices; tied weights are one tensor. Entries
+        that are no tensors are unchanged.
 
-    Raises AmpTypeError for another model or dtype. No host sync.
+    Raises AmpTypeError if `model` is no module, or for another dtype. No host sync.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(
@@ -92,14 +92,14 @@ def export_state_dict(model: nn.Module, dtype: torch.dtype | str | None = None) 
                 copies[place] = _copied_as(value, target)
             value = copies[place]
         exported[_plain(name)] = value
-    # What torch notes of the versions of modules, for `load_state_dict`.
+    # torch's versions of modules, for `load_state_dict`.
     versions = getattr(state, "_metadata", {})
     exported._metadata = OrderedDict((_plain(path), noted) for path, noted in versions.items())  # type: ignore[attr-defined]
     return exported
 
 
 def _copied_as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A copy in `dtype` if it is floating, else, or for None, in its own type; rounded once from the exact value."""
+    """Copy a tensor, in `dtype` if it is floating and `dtype` is not None; round once, from the exact value."""
     exact = exact_value(tensor) if isinstance(tensor, nn.Parameter) and is_low_precision(tensor) else None
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     copied = (tensor if exact is None else exact).detach().to(kind, copy=True)
@@ -107,7 +107,7 @@ def _copied_as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers that put their own name before the names of its parameters."""
+    """Return the model inside of wrappers that prefix the names of its parameters."""
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel, AveragedModel)):
             model = model.module
@@ -118,11 +118,12 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> dict[str, Any]:
-    """`{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}, ...]}`, by names as `named_masters` has.
+    """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}, ...]}`.
 
-    The form of torch's `get_optimizer_state_dict`, which raises KeyError where there are masters.
+    Names are those of `named_masters`. This is the form of torch's `get_optimizer_state_dict`, which raises KeyError if
+    there are masters.
 
-    Raises AmpStateError for an optimizer that steps what is no parameter of `model`.
+    Raises AmpStateError if an optimizer steps a tensor that is neither a parameter of `model` nor a master.
     """
     return _by_name(model, optimizer, {})
 
@@ -132,7 +133,7 @@ def _by_name(
     optimizer: Optimizer | LARC | Sequence[Optimizer | LARC],
     stand_ins: Mapping[Optimizer, dict[int, Any]],
 ) -> dict[str, Any]:
-    """`optimizer_state_dict`, with `stand_ins`: state by index for weights of optimizers that have none."""
+    """Return `optimizer_state_dict` with `stand_ins`: for each optimizer, state by index of weights that have none."""
     names = _names(model)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -148,7 +149,7 @@ def _by_name(
 def load_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC], state_dict: Mapping[str, Any]
 ) -> None:
-    """Load what `optimizer_state_dict`, or torch's `get_optimizer_state_dict`, gave, in whatever order parameters are.
+    """Load a result of `optimizer_state_dict` or of torch's `get_optimizer_state_dict`, for any order of parameters.
 
     Raises AmpStateError, before anything is loaded, if a group of an optimizer was not saved with the same parameters.
     """
@@ -176,14 +177,14 @@ def load_optimizer_state_dict(
 class TrainingState:
     """Model, optimizers and loss scalers as one `Stateful` of torch.distributed.checkpoint, by names.
 
-    torch.distributed.checkpoint loads into tensors that are there. So of a weight that has no state yet, since nothing
-    was stepped or it never had a gradient, what it will begin with is in the dictionary, and that it is no more; the
-    optimizer stays without. As much memory as such weights and their gradients have is used for a moment.
+    torch.distributed.checkpoint loads into existing tensors. So for a weight that has no state yet, since nothing was
+    stepped or it never had a gradient, the dictionary has the zeros with which its state will begin, and "begun" lacks
+    its name; the optimizer itself gets no state. This needs, for a moment, memory for such weights and their gradients.
 
     Args:
         model: its FP32 weights are saved.
-        optimizer: all that step it, one or a list.
-        scalers: has the loss scales; an Engine.
+        optimizer: the optimizers that step `model`, one or a list.
+        scalers: an Engine, which has the loss scales.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class TrainingState:
         self._model, self._optimizer, self._scalers = model, optimizer, scalers
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"model": ..., "optimizer": ..., "begun": ..., "amp": ...}`. Waits for the device.
+        """Return `{"model": ..., "optimizer": ..., "begun": ..., "amp": ...}`. Waits for the device.
 
         "begun" has for each optimizer the names of the weights that have state.
         """
@@ -210,10 +211,10 @@ class TrainingState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave. Raises what the parts raise."""
+        """Load a result of `state_dict`. Raises the errors of its parts."""
         for one, begun in zip(_each(self._optimizer), state_dict["begun"], strict=True):
             state = state_dict["optimizer"]["state"]
-            if isinstance(begun, bool):  # of all its weights, as 0.1.0 saved it
+            if isinstance(begun, bool):  # version 0.1.0 saved one for all weights
                 begun = [*state] if begun else []
             own = {name: value for name, value in state.items() if name in begun}
             load_optimizer_state_dict(self._model, one, {**state_dict["optimizer"], "state": own})
@@ -228,7 +229,7 @@ def _plain(name: str) -> str:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Id of each parameter, and of each of its masters -> its name."""
+    """Map the id of each parameter, and of each of its masters, to the parameter's name."""
     named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
     return {id(weight): name for name, p in named for weight in (p, *(m.weight for m in masters_of(p)))}
 
@@ -252,7 +253,7 @@ def _weights(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _will_begin(optimizer: Optimizer, indices: Sequence[int]) -> dict[int, Any]:
-    """State by index, every value 0, that the weights at `indices` would have after a step, of copies of them."""
+    """Return the state by index, every value 0, that weights at `indices` would have after a step. Steps copies."""
     if not indices:
         return {}
     double, wanted, places = ghost(optimizer), set(indices), count()

@@ -1,6 +1,6 @@
-"""Files that are whole or not there, and say when they were damaged.
+"""Checkpoint files that are written completely or not at all, and that show damage.
 
-A file is what torch.save writes, with a comment at the end of the zip archive: the SHA-256 of all bytes before it.
+A file is a zip archive of torch.save with a comment at its end: the SHA-256 of all bytes before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from amp_engine.errors import AmpFileError, AmpTypeError, AmpValueError
 
-_FIRST_RECORD = b"PK\x03\x04"  # of an archive; zipfile looks past what is missing before it
+_FIRST_RECORD = b"PK\x03\x04"  # of an archive; zipfile itself does not check that it is there
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.16: the record that ends an archive. Its last two
 # bytes are the length of the comment that follows.
 _END_RECORD, _END_RECORD_SIZE = b"PK\x05\x06", 22
@@ -31,19 +31,19 @@ _TAG = b"amp_engine 1 sha256 "
 _DIGEST_SIZE = 64  # hexadecimal
 _COMMENT_SIZE = len(_TAG) + _DIGEST_SIZE
 
-_BEFORE_ARCHIVES = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # torch.save began with it before it had archives
+_BEFORE_ARCHIVES = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the first bytes of torch.save before archives
 
 _BLOCK = 2**20
 
 
 def write_file(path: str | os.PathLike[str], value: Any) -> None:
-    """torch.save(value, path), so that a file of this name is the old one or the new one, whole, whatever happens.
+    """Do torch.save(value, path), so that the file is the complete old one or the complete new one at any time.
 
-    The bytes go into a file beside it, reach the disk, and then take its name; a link is followed. What a process that
-    was killed left of its own is removed by the next that writes the same name.
+    Writes a file beside the old one, waits until its bytes are on the disk, and renames it; follows a link. Removes
+    temporary files of the same name that killed processes left.
 
-    Raises AmpValueError for what is no file, AmpTypeError for what torch.load(weights_only=True) would not load, or
-    what torch.save or the operating system raise, with the old file as it was, and nothing of the new.
+    Raises AmpValueError if `path` is no file, AmpTypeError if torch.load(weights_only=True) would not load the value,
+    and the errors of torch.save and the operating system. The old file is then unchanged, and no new one is left.
     """
     try:
         _write_file(path, value)
@@ -61,7 +61,7 @@ def write_file(path: str | os.PathLike[str], value: Any) -> None:
 
 def _write_file(path: str | os.PathLike[str], value: Any) -> None:
     target = Path(os.fsdecode(os.path.realpath(path)))
-    if target.exists() and not target.is_file():  # a rename would put a file in the place of /dev/null, too
+    if target.exists() and not target.is_file():  # a rename would replace even /dev/null with a file
         raise AmpValueError(f"{os.fspath(path)} is a directory or a device.  Use the path of a file.")
     _remove_abandoned(target)
     with _beside(target) as (file, temporary):
@@ -69,7 +69,7 @@ def _write_file(path: str | os.PathLike[str], value: Any) -> None:
         try:
             torch.save(value, cast(IO[bytes], checked))
         except Exception:
-            if checked.failure is not None:  # in whose place torch raises that a position is unexpected
+            if checked.failure is not None:  # torch raises an unexpected position instead
                 raise checked.failure from None
             raise
         checked.finish()
@@ -81,16 +81,16 @@ def _write_file(path: str | os.PathLike[str], value: Any) -> None:
     try:
         os.fsync(directory)
     except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync directories
             raise
     finally:
         os.close(directory)
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
-    """Read a file of `write_file`, once all of it is known to be as it was written. Nothing in it is executed.
+    """Check that a file of `write_file` is not damaged, then read it. Executes nothing in it.
 
-    Raises AmpFileError for what is not, OSError if it cannot be read.
+    Raises AmpFileError if it is damaged or another file, OSError if it cannot be read.
     """
     with open(path, "rb") as file:
         _check(file, os.fspath(path))
@@ -99,20 +99,20 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
 
 class _Checked:
-    """A file to write to, which learns the SHA-256 of what is written and puts it at the end.
+    """A file to write to, which computes the SHA-256 of the written bytes and appends it.
 
     Attributes:
-        failure: what the operating system raised when it was to write.
+        failure: the first error of the operating system in a write.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._sha256 = hashlib.sha256()
         self.failure: OSError | None = None
-        self._last = b""  # held back: the record at the end is to say that a comment follows
+        self._last = b""  # held back, as the record at the end must have the length of the comment
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write `data`, but for its last bytes, and what was held back before."""
+        """Write the bytes that were held back, and `data` except for its last bytes, which are held back now."""
         view = memoryview(data).cast("B")
         whole = len(view)
         if whole < _END_RECORD_SIZE:
@@ -128,7 +128,7 @@ class _Checked:
         """Do nothing: files have this method, and no bytes can be flushed yet."""
 
     def finish(self) -> None:
-        """Write what was held back, and the comment. Raises AmpFileError if this was no archive."""
+        """Write the bytes that were held back, and the comment. Raises AmpFileError if the file is no archive."""
         if not (self._last.startswith(_END_RECORD) and self._last.endswith(b"\0\0")):
             raise AmpFileError(
                 f"torch.save did not end with the record of a zip archive, but with {self._last!r}.  Set "
@@ -147,7 +147,7 @@ class _Checked:
 
 
 def _check_that_it_loads(path: Path) -> None:
-    """Raises AmpTypeError if it does not. Maps the tensors' bytes, and reads none of them."""
+    """Raise AmpTypeError if torch.load(weights_only=True) does not load the file. Maps tensors without reading them."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as e:
@@ -160,7 +160,7 @@ def _check_that_it_loads(path: Path) -> None:
 
 
 def _check(file: IO[bytes], path: str) -> None:
-    """Raises AmpFileError unless the SHA-256 at the end of `file` is that of the bytes before it."""
+    """Raise AmpFileError unless the SHA-256 at the end of `file` is that of the bytes before it."""
     size = os.fstat(file.fileno()).st_size
     body = size - _DIGEST_SIZE
     file.seek(max(0, body - len(_TAG)))
@@ -188,7 +188,7 @@ def _check(file: IO[bytes], path: str) -> None:
 
 
 def _is_of_torch_save(file: IO[bytes], size: int) -> bool:
-    """True if torch.save wrote the file as it is: an archive without a comment, or the format before torch 1.6."""
+    """True if the file is one of torch.save itself: an archive without a comment, or the format before torch 1.6."""
     file.seek(0)
     begin = file.read(len(_FIRST_RECORD))
     file.seek(max(0, size - _END_RECORD_SIZE))
@@ -201,7 +201,7 @@ def _is_of_torch_save(file: IO[bytes], size: int) -> bool:
 
 
 def _lock(descriptor: int) -> bool:
-    """True if the lock of a file is ours now, also on a file system without locks, where no process takes one."""
+    """Lock a file. True if this process now has the lock, or if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -213,7 +213,7 @@ def _lock(descriptor: int) -> bool:
 
 @contextmanager
 def _beside(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    """A new file in the directory of `target`, locked, and its path; gone at the end unless it was renamed."""
+    """Yield a new, locked file beside `target`, and its path; delete the file at the end unless it was renamed."""
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -1,4 +1,4 @@
-"""Objects of a user in a checkpoint: their states, and loading all of them or none."""
+"""Saves the states of a user's objects in a checkpoint, and loads all of them or none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 
 
 def state_of(value: Any) -> Any:
-    """The `state_dict()` of each object in `value` that has one, in lists, tuples and dictionaries too; else itself."""
+    """Return `value` with the state of each object that has a `state_dict`, also in lists, tuples and dictionaries."""
     if callable(getattr(value, "state_dict", None)):
         return value.state_dict()
     if type(value) in (list, tuple):
@@ -25,7 +25,7 @@ def state_of(value: Any) -> Any:
 def load_states(objects: Mapping[str, Any], saved: Mapping[str, Any], path: str) -> None:
     """Load the states in `saved` into `objects` of the same names: all of them, or none if one does not fit.
 
-    Meanwhile the host holds a copy of the earlier states. Raises AmpValueError, AmpTypeError or AmpStateError.
+    During the load the host holds a copy of the earlier states. Raises AmpValueError, AmpTypeError or AmpStateError.
     """
     missing = [name for name in objects if name not in saved]
     if missing:
@@ -45,7 +45,7 @@ def load_states(objects: Mapping[str, Any], saved: Mapping[str, Any], path: str)
 
 
 def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, object, its state) of each object in `target`."""
+    """Yield (name, object, its state) for each object in `target`."""
     if callable(getattr(target, "load_state_dict", None)):
         yield name, target, state
         return
@@ -66,11 +66,11 @@ def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[str, Any, Any]]
 
 
 def _on_host(state: Any) -> Any:
-    """A copy of a state dictionary, its tensors on the CPU."""
+    """Return a copy of a state dictionary with its tensors on the CPU."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
-        copied = copy.copy(state)  # with the versions of modules, which are an attribute
+        copied = copy.copy(state)  # with the attribute that has the versions of modules
         copied.update((key, _on_host(value)) for key, value in state.items())
         return copied
     if type(state) in (list, tuple):

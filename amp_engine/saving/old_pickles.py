@@ -1,4 +1,4 @@
-"""Names of modules that pickles of earlier versions have: whole models, averages, loss scalers, policies, records."""
+"""Earlier names of modules, for old pickles of whole models, averages, loss scalers, policies and records."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Saved states of loss scalers: in our format, in apex's, or in that of torch's GradScaler. Loading takes all three.
+"""Saved states of loss scalers: in our format, apex's, or that of torch's GradScaler. Loading takes all three.
 
-An entry of ours is one of apex's with three keys more. apex's loader reads the two that it knows, and code that walks
-the dictionary meets scalers only. Inside of the entries they also survive `dict(...)`, JSON and
-torch.distributed.checkpoint, which an attribute of the dictionary does not.
+Our entry is apex's with three more keys. apex's loader reads the two keys that it knows, and code that iterates over
+the dictionary finds scalers only. Keys of entries survive `dict(...)`, JSON and torch.distributed.checkpoint, which an
+attribute of the dictionary does not.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from amp_engine.levels.levels import LEVELS
 from amp_engine.scaling.scaler import LossScaler
 
 SCHEMA_VERSION = 2
-"""1, in 0.1: apex's two keys an entry, and the level as the dictionary's `_metadata` attribute."""
+"""Version 1, of 0.1, had apex's two keys in an entry, and the level in the dictionary's attribute `_metadata`."""
 
 ScalerFormat = Literal["amp", "apex", "torch"]
 
 _SCALER_KEY = "loss_scaler"
 _MEMORY = ("seen", "limit", "reach", "overflows_in_a_row", "overflows_left")
-_SCALE_WINDOW = 2000  # apex's, which none of its users could change
+_SCALE_WINDOW = 2000  # apex's, which its users could not change
 
 
 class SavedScaler(NamedTuple):
@@ -33,11 +33,11 @@ class SavedScaler(NamedTuple):
 
     Attributes:
         loss_scale: finite, above 0.
-        unskipped: clean backwards since the scale last moved; of a static scale, all of them.
-        dynamic: whether it was.
-        opt_level: of the run that saved it, or None if it was not saved.
-        is_torchs: a GradScaler's, which grows without bounds.
-        memory: what "auto" and hysteresis know besides; empty for other scalers.
+        unskipped: clean backwards since the scale last changed; for a static scale, all clean backwards.
+        dynamic: True if the scale was dynamic.
+        opt_level: level of the run that saved the scaler; None if it was not saved.
+        is_torchs: True if a GradScaler saved the scale, which grows without bounds.
+        memory: the numbers of `LossScaler.memory`, for "auto" and hysteresis; empty for other scalers.
     """
 
     loss_scale: float
@@ -48,18 +48,18 @@ class SavedScaler(NamedTuple):
     memory: Mapping[str, float] = MappingProxyType({})
 
     def as_amp(self) -> dict[str, Any]:
-        """An entry of `amp.state_dict()`."""
+        """Return an entry of `amp.state_dict()`."""
         more = {"dynamic": self.dynamic, "opt_level": self.opt_level, "version": SCHEMA_VERSION}
         return {**self.as_apex(), **more, **self.memory}
 
     def as_apex(self) -> dict[str, Any]:
-        """The entry that apex wrote."""
+        """Return the entry that apex would write."""
         return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
 
     def as_torch(self) -> dict[str, Any]:
-        """A state for `GradScaler.load_state_dict`.
+        """Return a state for `GradScaler.load_state_dict`.
 
-        A static scale becomes a GradScaler that begins: it has none that does not move, and refuses the empty
+        A static scale becomes the state of a new GradScaler: a GradScaler has no static scale, and refuses the empty
         dictionary that a disabled one saves.
         """
         factor = 2.0
@@ -78,9 +78,9 @@ def pack_scalers(
     destination: OrderedDict[str, Any] | None,
     scaler_format: ScalerFormat,
 ) -> OrderedDict[str, Any]:
-    """`{"loss_scaler0": {...}, ...}`, in `destination` if there is one. Waits for the device once a dynamic scaler.
+    """Return `{"loss_scaler0": {...}, ...}`, in `destination` if given. Waits for the device for each dynamic scaler.
 
-    Raises AmpValueError for a format that there is not, and for several scalers in torch's, which holds one.
+    Raises AmpValueError for an unknown format, and for several scalers in torch's format, which holds one.
     """
     packed: OrderedDict[str, Any] = OrderedDict()
     for i, scaler in enumerate(scalers):
@@ -99,16 +99,16 @@ def pack_scalers(
 def convert_state_dict(
     state_dict: Mapping[str, Any], scaler_format: ScalerFormat, loss_id: int | None = None
 ) -> OrderedDict[str, Any]:
-    """A state that `amp.state_dict()`, apex or a GradScaler saved, in another format. Needs no engine; no host sync.
+    """Convert a state that `amp.state_dict()`, apex or a GradScaler saved. Needs no engine; no host sync.
 
     Args:
-        state_dict: any of the three.
-        scaler_format: "amp"; "apex", two numbers a loss and not whether the scale is dynamic; "torch", for
+        state_dict: a state in any of the three formats.
+        scaler_format: "amp"; "apex", two numbers per loss, which do not tell if the scale is dynamic; "torch", for
             `torch.amp.GradScaler.load_state_dict`, where a static scale becomes one that starts at 2**16.
-        loss_id: which scaler, for "torch" if there are several.
+        loss_id: number of the scaler, for "torch" if there are several.
 
-    Raises AmpTypeError, AmpValueError, AmpStateError or AmpIndexError for what is no such dictionary, another format,
-    or several scalers, or none of this number, in torch's.
+    Raises AmpTypeError, AmpValueError, AmpStateError or AmpIndexError for another dictionary, an unknown format, or, in
+    torch's format, several scalers or a wrong `loss_id`.
     """
     if scaler_format not in ("amp", "apex", "torch"):
         raise AmpValueError(
@@ -134,14 +134,14 @@ def convert_state_dict(
 
 
 def unpack_scalers(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Load what `pack_scalers`, apex or a GradScaler wrote: by name where the names are ours, else by order.
+    """Load a state that `pack_scalers`, apex or a GradScaler wrote: by name if the names are ours, else by order.
 
-    A static scaler keeps the scale that it was made with. A dynamic one takes a dynamic scale, and starts anew
-    from a static one. A GradScaler's dictionary, of the one scale of all losses, is for every scaler.
+    A static scaler keeps its scale. A dynamic scaler takes a saved dynamic scale; if the saved scale is static, it
+    restarts. Every scaler takes the scale of a GradScaler's dictionary, which has one scale for all losses.
 
-    Entries without a scaler, scalers without an entry and scales that are not taken are reported through `say`. Raises
-    AmpTypeError for what is no dictionary, AmpValueError for a malformed entry, AmpStateError for one of a newer
-    version, before anything is loaded; AmpStateError for keys that are no loss scaler's, after the others were.
+    Reports, through `say`, entries without a scaler, scalers without an entry, and scales that are not taken. Raises,
+    before anything is loaded, AmpTypeError if `state_dict` is no dictionary, AmpValueError for a malformed entry, and
+    AmpStateError for an entry of a newer version; after loading the others, AmpStateError for keys of no loss scaler.
     """
     entries, unexpected = _read(state_dict)
     if _is_torchs(state_dict):
@@ -161,7 +161,7 @@ def unpack_scalers(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any],
 
 def _load(scaler: LossScaler, saved: SavedScaler, name: str, say: Callable[[str], None]) -> None:
     if scaler.dynamic and saved.dynamic:
-        # Ours as it was, so that a resume is bitwise: a script may have set a scale beyond the bounds.
+        # Our scale is not clamped, so that a resume is bitwise: a script may have set a scale beyond the bounds.
         scale = scaler.bounded(saved.loss_scale) if saved.is_torchs else saved.loss_scale
         scaler.load_state_dict({"loss_scale": scale, "unskipped": saved.unskipped})
         scaler.remember(saved.memory)
@@ -180,7 +180,7 @@ def _load(scaler: LossScaler, saved: SavedScaler, name: str, say: Callable[[str]
 
 
 def _read(state_dict: object) -> tuple[list[tuple[int, SavedScaler]], list[str]]:
-    """((index of the scaler, what was saved), lowest index first) and keys that are no scaler's."""
+    """Return pairs of a scaler's index and its saved state, lowest index first, and the keys of no scaler."""
     if not isinstance(state_dict, Mapping):
         raise AmpTypeError(
             f"amp.load_state_dict() takes what amp.state_dict() returned, not a {type(state_dict).__name__}."
@@ -195,7 +195,7 @@ def _read(state_dict: object) -> tuple[list[tuple[int, SavedScaler]], list[str]]
 
 
 def _read_entry(entry: Any, metadata: Mapping[str, Any], index: int) -> SavedScaler:
-    """One scaler of any format; `metadata` is what version 1 had beside it."""
+    """Read one scaler of any format; `metadata` is the `_metadata` of version 1."""
     if _is_torchs(entry):
         return _read_torchs(entry)
     try:
@@ -230,16 +230,16 @@ def _read_memory(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _was_dynamic(metadata: Mapping[str, Any], index: int, loss_scale: float, unskipped: int) -> bool:
-    """True if an entry without "dynamic" is of a dynamic scaler."""
+    """True if an entry without the key "dynamic" is of a dynamic scaler."""
     listed = metadata.get("dynamic")
     if isinstance(listed, list) and index < len(listed):
         return bool(listed[index])
     level = LEVELS.get(str(metadata.get("opt_level")))
     if level is not None and (level.loss_scale == "dynamic" or loss_scale == level.loss_scale):
         return level.loss_scale == "dynamic"
-    # apex's. A dynamic scale of its begins at 2**16 and moves by factors of 2, and its count ends at the window. A
-    # scale of 1 is nearly always the static one of O0 and O3. If not, 16 steps are skipped until it is back there;
-    # to go on with 1 could lose small gradients for 32,000 steps.
+    # The entry is apex's. apex's dynamic scale begins at 2**16 and changes by factors of 2, and its count ends at the
+    # window. A scale of 1 is nearly always the static one of O0 and O3. If it was dynamic, the restarted scale skips 16
+    # steps until it is 1 again; continuing with 1 could lose small gradients for 32,000 steps.
     return loss_scale != 1.0 and math.frexp(loss_scale)[0] == 0.5 and unskipped < _SCALE_WINDOW
 
 
@@ -273,7 +273,7 @@ def _refuse(unexpected: Sequence[str]) -> None:
 
 
 def _by_name_or_order(entries: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """(index of the scaler, entry), lowest index first."""
+    """Return pairs of a scaler's index and its entry, lowest index first."""
     names = [str(key).removeprefix(_SCALER_KEY) for key in entries]
     if all(name.isdecimal() for name in names) and len(set(names)) == len(names):
         return sorted(zip(map(int, names), entries.values(), strict=True), key=itemgetter(0))

@@ -144,7 +144,7 @@ class NativeWeightCache(WeightCache):
 
     def __init__(self, casts: Any) -> None:
         self.native = casts.WeightCache()
-        self._steps = threading.local()  # per thread: the step that `has_copies`, and if `written` `told` its weights
+        self._steps = threading.local()  # per thread: number of the step with copies, and if it has called `written`
 
     def __len__(self) -> int:
         return len(self.native)

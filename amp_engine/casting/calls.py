@@ -88,7 +88,7 @@ class Casts(Protocol):
 
     @property
     def is_wanted(self) -> bool:
-        """False if these casts have ended, or their owner was freed or has other casts, as may be in a forked child."""
+        """False if these casts have ended, or their owner was freed or lacks them, as may be in a forked child."""
 
     @property
     def modules(self) -> list[nn.Module] | None:

@@ -114,7 +114,7 @@ class FunctionCasts:
 
     @property
     def is_wanted(self) -> bool:
-        """False if these casts have ended, or their owner was freed or has other casts, as may be in a forked child."""
+        """False if these casts have ended, or their owner was freed or lacks them, as may be in a forked child."""
         owner = None if self._owner is None else self._owner()
         return not self.has_ended and (self._owner is None or (owner is not None and owner.casts is self))
 

@@ -221,7 +221,7 @@ PROMOTED_BY_TORCH = frozenset(
     (
         *("add", "sub", "mul", "div", "atan2", "addcdiv", "addcmul"),
         *(f"__{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
-        *("__radd__", "__rmul__", "__rsub__"),  # not __rtruediv__: torch takes the reciprocal first
+        *("__radd__", "__rmul__", "__rsub__"),  # not __rtruediv__: torch takes a reciprocal first, in its type
         *("eq", "ge", "gt", "le", "lt", "ne"),
         *(f"__{name}__" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
     )

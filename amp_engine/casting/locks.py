@@ -30,7 +30,7 @@ def held_if_free(lock: Any) -> Iterator[bool]:
 
 
 class InstallLock:
-    """A lock that is held while torch is patched. Forks do not wait for it, as its holder may wait for Dynamo's."""
+    """A lock that is held while torch is patched. Forks, also Dynamo's, do not wait: its holder may wait for Dynamo."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

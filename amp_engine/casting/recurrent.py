@@ -15,7 +15,7 @@ from amp_engine.casting.lists import RECURRENT
 
 
 class RecurrentFunctions:
-    """Replaces the module `torch._VF` in `torch.nn.modules.rnn`: adds casts to its recurrent functions."""
+    """Replaces the module `torch._VF` in `torch.nn.modules.rnn`: casts for recurrent functions, passes others on."""
 
     def __init__(self, functions: ModuleType, current: wrappers.Current) -> None:
         self._functions = functions

@@ -48,8 +48,7 @@ _INSTRUCTIONS: dict[torch.dtype, dict[str, dict[str, str]]] = {
         "arm": {"fp16_arith": "FP16 arithmetic", "asimdhp": "FP16 arithmetic"},
     },
 }
-# Limits at which oneDNN does not use these instructions:
-# https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+# Limits that exclude these instructions: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
 _BELOW_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 _BELOW_FLOAT16 = (*_BELOW_BFLOAT16, "AVX512_CORE_BF16")
 

@@ -14,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", help="what is installed, what was compiled, and why something is missing")
     commands.add_parser("advise", help="a few steps of a training script at each level, and which one to take")
     commands.add_parser("audit", help="a few steps of any training script, and what rounding erases of them")
-    if arguments[:1] == ["advise"]:  # what follows is the script's as well
+    if arguments[:1] == ["advise"]:  # the arguments after it include those of the script
         from amp_engine.advice import command
 
         return command.main(arguments[1:])

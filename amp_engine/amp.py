@@ -52,17 +52,17 @@ _amp_state = AmpState()
 
 
 def current_engine() -> Engine | None:
-    """The engine that the functions of this module speak to, or None before `initialize`."""
+    """The engine that the functions of this module call, or None before `initialize`."""
     return None if _amp_state.engine.policy is None else _amp_state.engine
 
 
 def replace_engine(engine: Engine) -> None:
-    """Let the functions of this module speak to `engine` from now on. The one before is left as it is, not closed."""
+    """Make the functions of this module call `engine` from now on. The previous engine is not closed."""
     _amp_state.engine = engine
 
 
 def _of_current_engine(function: Callable[Concatenate[Engine, P], R]) -> Callable[P, R]:
-    """`function` with the current engine as its first argument; signature and docstring stay."""
+    """Wrap `function`, which gets the current engine as its first argument; the docstring stays."""
     name = function.__name__
     signature = inspect.signature(function)
     _, *parameters = signature.parameters.values()
@@ -74,7 +74,7 @@ def _of_current_engine(function: Callable[Concatenate[Engine, P], R]) -> Callabl
         if keywords and not takes_any_keyword:
             check_keywords(f"amp.{name}", keywords, [p.name for p in parameters])
         engine = _amp_state.engine
-        # The engine's own method: its class, or code that replaced the method, may have another one.
+        # Looked up on the engine, since a subclass or an attribute of the engine may replace the method.
         return getattr(engine, name)(*args, **keywords) if is_method else function(engine, *args, **keywords)
 
     call.__qualname__ = name
@@ -125,11 +125,12 @@ class GradScaler(_grad_scaler.GradScaler):
         scaler.update()
 
     Args:
-        optimizers: that its losses may reach; none: all initialized ones.
-        loss_id: the number of the loss's scaler.
+        optimizers: the optimizers that its losses may reach; without any, all initialized optimizers.
+        loss_id: the index of the loss's scaler.
 
-    Where gradients overflow, every optimizer that the loss reaches skips its step. The scale moves once for the
-    backwards of a step, where they are unscaled, by the numbers of `initialize(loss_scale=amp.DynamicLossScale(...))`.
+    If gradients overflow, every optimizer that the loss reaches skips its step. The scale is adjusted once for the
+    backwards of a step, when their gradients are unscaled, by the numbers of
+    `initialize(loss_scale=amp.DynamicLossScale(...))`.
     """
 
     def __init__(self, *optimizers: Optimizer | LARC, loss_id: int = 0, **of_torchs: Any) -> None:
@@ -165,7 +166,7 @@ audit_updates.__doc__ = UpdateAudit.__doc__
 def half_function(fn: F) -> F:
     """Decorator: cast floating arguments of `fn` to half (O4: bfloat16) while O1 is on; weights through the cache.
 
-    O2, O3 and O5 cast no functions, and say so when it is called.
+    O2, O3 and O5 cast no functions; the first call of a decorated function then prints a message.
     """
     return deferred("half", fn, _current_casts, _not_cast)
 
@@ -173,7 +174,8 @@ def half_function(fn: F) -> F:
 def float_function(fn: F) -> F:
     """Decorator: cast low-precision arguments of `fn` to float32 while O1 (O4) is on.
 
-    O2, O3 and O5 cast no functions, and say so when it is called: there, write `x.float()` in it.
+    O2, O3 and O5 cast no functions; the first call of a decorated function then prints a message. Write `x.float()` in
+    `fn` there.
     """
     return deferred("float", fn, _current_casts, _not_cast)
 
@@ -181,7 +183,7 @@ def float_function(fn: F) -> F:
 def promote_function(fn: F) -> F:
     """Decorator: cast floating arguments of `fn` to the widest type among them while O1 (O4) is on.
 
-    O2, O3 and O5 cast no functions, and say so when it is called.
+    O2, O3 and O5 cast no functions; the first call of a decorated function then prints a message.
     """
     return deferred("promote", fn, _current_casts, _not_cast)
 

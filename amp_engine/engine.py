@@ -67,8 +67,8 @@ class Engine:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    `initialize` may be called again with further models and optimizers: the newest policy and scalers
-    count, earlier models and optimizers stay initialized. Leaving the context calls `close()`.
+    `initialize` may be called again with further models and optimizers: its policy and scalers replace the
+    earlier ones, and earlier models and optimizers stay initialized. Leaving the context calls `close()`.
 
     An engine is `Stateful`: torch.distributed.checkpoint saves it as an entry of a dictionary.
     """
@@ -79,17 +79,17 @@ class Engine:
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
         self.hard_override = False  # True: `initialize` prints complaints about a level, and raises none
-        self.allow_incoming_model_not_fp32 = False  # True: half weights without masters pass at every level
+        self.allow_incoming_model_not_fp32 = False  # True: every level accepts half weights without masters
         self.function_casts = EngineCasts(self.reporter.say)
         self._scaling = Scaling()
         self._initialized = Initialized(self._scaling, self.function_casts, self.reporter)
         self.backwards = self._initialized.backwards
-        # How many steps each scheduler has followed.
+        # The number of optimizer steps that each scheduler has followed.
         self._followed: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
     @property
     def scalers(self) -> list[LossScaler]:
-        """One for each loss_id; empty before `initialize` and after `close`."""
+        """The loss scalers, one for each loss_id; empty before `initialize` and after `close`."""
         return self._scaling.scalers
 
     @scalers.setter
@@ -172,47 +172,48 @@ class Engine:
         casts: Literal["everywhere", "model"] = "everywhere",
         policy: str | os.PathLike[str] | RunPolicy | None = None,
     ) -> Any:
-        """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
+        """Prepare models and optimizers for training at `opt_level`, in place, and return them.
 
-        Where it casts to float16 it waits for the device, to name parameters that become infinite.
+        A level that casts the model to float16 waits for the device, to name parameters that become infinite.
 
         Args:
-            models: a module, or a list of modules; on any device. At O1 and O4 parameters that an optimizer steps are
-                FP32, unless `master_weights` is True; elsewhere in any floating type.
-            optimizers: an optimizer, or LARC or a kind of Lookahead around one; a list of them; or None.
-            enabled: False returns everything untouched and makes `scale_loss` yield the loss as it is.
+            models: a module, or a list of modules; on any device. At O1 and O4 the parameters that an optimizer steps
+                must be FP32, unless `master_weights` is True; all others may have any floating type.
+            optimizers: an optimizer, LARC or a kind of Lookahead around an optimizer, a list of these, or None.
+            enabled: False changes nothing and makes `scale_loss` yield the loss itself.
             opt_level: "O0" FP32; "O1" cast functions; "O2" half model, FP32 batch norm and masters; "O3"
                 pure half; "O4", "O5" are O1, O2 in bfloat16. Sets the defaults of the properties below.
-            cast_model_type: type of parameters, floating buffers and inputs; False leaves the model alone.
+            cast_model_type: type of parameters, floating buffers and inputs; False does not cast the model.
             patch_torch_functions: cast arguments of listed functions; set by O1 and O4 only.
-            keep_batchnorm_fp32: keep affine batch norms in FP32; the texts "True" and "False" are taken too.
-            master_weights: step FP32 copies of low-precision parameters, at O1 and O4 of parameters that arrive in
-                half; "split" (O5): bfloat16 parameters and the 16 bits that rounding took from each, 2 bytes a
-                parameter less.
+            keep_batchnorm_fp32: keep affine batch norms in FP32; the strings "True" and "False" are accepted too.
+            master_weights: step FP32 copies of low-precision parameters (at O1 and O4 of the parameters that are in
+                half before the call); "split" (O5) stores only the 16 bits of each master that its bfloat16 parameter
+                lacks, which saves 2 bytes per parameter.
             loss_scale: "dynamic"; a DynamicLossScale with numbers of your own; "auto", which follows the largest
                 gradient of the run; or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
-            num_losses: how many scalers there are for `scale_loss(..., loss_id=i)`.
+            num_losses: the number of scalers, for `scale_loss(..., loss_id=i)`.
             verbosity: 0 silent; 1 apex's messages; 2 also every cast, and each skip on every rank.
             min_loss_scale: floor of dynamic scales; None means 2**-24.
             max_loss_scale: ceiling of dynamic scales.
-            skip_on_overflow: skip steps with overflowed gradients under a static scale too: True at every level; "auto"
-                where gradients of bfloat16 masters are read anyway (O5, but not "split").
+            skip_on_overflow: skip steps with overflowed gradients under a static scale too: True does so at every
+                level, "auto" where gradients of bfloat16 masters are read anyway (O5, but not "split").
             allow_banned: run `binary_cross_entropy` in FP32 under O1 instead of refusing it.
-            adopt_data_writes: have masters follow writes through `param.data`, at one more read of both a step.
-            process_group: the ranks that agree on overflows, where neither DistributedDataParallel nor DTensors tell:
-                FullyShardedDataParallel, ZeroRedundancyOptimizer, stages of a pipeline.
-            moment_dtype: torch.bfloat16 keeps Adam's moments in 2 bytes each in place of 4, with stochastic rounding.
+            adopt_data_writes: let masters follow writes through `param.data`; each step then reads masters and
+                parameters once more.
+            process_group: the ranks that agree on overflows, if neither DistributedDataParallel nor DTensors determine
+                them: with FullyShardedDataParallel, ZeroRedundancyOptimizer or stages of a pipeline.
+            moment_dtype: torch.bfloat16 stores each of Adam's moments in 2 bytes, not 4, with stochastic rounding.
             casts: where O1 and O4 cast functions: "everywhere" in the process, as apex did; "model" in forwards of
                 `models` and their parts, in the thread that calls them, and in `with amp.casts():`. Outputs of these
                 forwards are FP32, unless `cast_model_outputs` says otherwise.
             policy: a RunPolicy, or the path of its file: the level, modules to keep in FP32 until `close`, and other
-                arguments; arguments of this call go before it.
+                arguments; arguments of this call take precedence.
 
         Returns:
-            The model or list of models; with `optimizers`, an empty list included, a pair of both.
+            The model or list of models; unless `optimizers` is None, the pair (models, optimizers).
 
-        Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
+        Raises AmpStateError, AmpTypeError or AmpValueError, and then leaves everything as it was before the call.
         """
         with patch_torch.changing(), ExitStack() as undo:  # one thread at a time, here and in `close`
             self.backwards.refuse_inside("initialize")
@@ -287,24 +288,24 @@ class Engine:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """A context that gives `loss.float() * scale`; on exit it unscales the gradients and adjusts the scale.
+        """A context that yields `loss.float() * scale`; on exit it unscales the gradients and adjusts the scale.
 
         Afterwards `.grad` of `master_params(optimizer)` is unscaled and includes earlier backwards since the last
         step. An overflow makes the next `step()` of each listed optimizer do nothing.
 
         Args:
             loss: any shape, any floating type.
-            optimizers: all with parameters that the loss reaches: one, a list, or none; None only at a scale of 1.
-                "reached" finds them in the graph of the loss, where one optimizer costs microseconds, and of several
-                each unreached one costs a walk through all of it.
-            loss_id: the number of its scaler.
+            optimizers: all optimizers with parameters that the loss reaches: one, a list, or None, which is allowed
+                only at a scale of 1. "reached" finds them in the graph of the loss: in microseconds if there is one
+                optimizer; by a walk through the whole graph if there are several and the loss does not reach all.
+            loss_id: the index of the loss's scaler.
             model: ignored, as in apex.
             delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum.
-            delay_overflow_check: leave the scale alone; an overflow counts at the next check of this scaler.
+            delay_overflow_check: do not adjust the scale; an overflow counts at the next check of this scaler.
 
-        Raises AmpStateError, AmpTypeError or AmpIndexError before the body is run: AmpStateError too if none is
-        reached. If the body raises, gradients are again as they were at the entry; only gradients that `delay_unscale`
-        had left scaled are discarded, if the body ran a backward into them. No host sync.
+        Raises AmpStateError (also if the loss reaches no optimizer), AmpTypeError or AmpIndexError before the body
+        runs. If the body raises, gradients get the values that they had at the entry; only gradients that
+        `delay_unscale` had left scaled are discarded, if the body ran a backward into them. No host sync.
         """
         del model
         if self.policy is None:
@@ -343,10 +344,10 @@ class Engine:
         return stepped
 
     def get_scale(self, loss_id: int = 0) -> Tensor:
-        """The scale that the next backward of this loss uses, to log it: float32, shape [], a copy on its device.
+        """The scale that the next backward of this loss uses, to log it: a copy on its device, float32, shape [].
 
-        No host sync; `float(amp.get_scale())` is one. With several ranks it waits for their agreement on the last
-        backward. 1 if not enabled.
+        1 if not enabled. No host sync, but `float(amp.get_scale())` is one. With several ranks it waits for their
+        agreement on the last backward.
 
         Raises AmpStateError before `initialize`, AmpIndexError for an unknown loss_id.
         """
@@ -363,10 +364,10 @@ class Engine:
 
         Args:
             loss: any shape, any floating type.
-            loss_id: the number of the scaler, as passed to the `scale_loss` of the loss with these gradients.
+            loss_id: the index of the scaler, as passed to the `scale_loss` of the loss that has these gradients in it.
 
         Returns:
-            float32, in the shape of the loss, in its graph; the loss itself if not enabled. The scale is 1 at levels
+            float32, of the shape of the loss, in its graph; the loss itself if not enabled. The scale is 1 at levels
             that scale no loss.
 
         Raises AmpStateError before `initialize`, AmpTypeError or AmpIndexError. No host sync.
@@ -378,37 +379,37 @@ class Engine:
     def unscale(self, gradients: Gradients, loss_id: int = 0) -> Gradients:
         """Gradients of `amp.scale(loss)`, divided by its scale.
 
-        A value that is not finite counts as an overflow of the next `scale_loss` with this `loss_id`, also if the loss
-        made from it is finite, as behind a clamp: the step is skipped and the scale falls.
+        A non-finite value counts as an overflow of the next `scale_loss` with this `loss_id`, even if the loss computed
+        from it is finite, for example after a clamp: the step is skipped and the scale falls.
 
         Args:
-            gradients: of `torch.autograd.grad`: a tuple in which an entry may be None, a list, or one tensor.
+            gradients: from `torch.autograd.grad`: a tuple in which an entry may be None, a list, or one tensor.
             loss_id: as passed to `scale`.
 
         Returns:
             Tensors of the given shapes in a container of the given kind, in the graph: float64 for float64, else
             float32. The argument itself if not enabled.
 
-        Raises AmpStateError if `scale` was not called since a `scale_loss` of this `loss_id` was left, since the scale
-        may have changed; AmpTypeError or AmpIndexError. No host sync.
+        Raises AmpStateError if `scale` was not called after the last `scale_loss` of this `loss_id`, which may have
+        changed the scale; AmpTypeError or AmpIndexError. No host sync.
         """
         policy = self._initialized_policy("unscale")
         return by_hand.unscaled(self._scaling, gradients, loss_id) if policy.enabled else gradients
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
-        """Each parameter in the groups of `optimizer`: its masters where it has them.
+        """Iterate over the parameters in the groups of `optimizer`: its masters where it has them.
 
-        Between `scale_loss` and `step` their `.grad` is unscaled: clip these. The optimizer need not have been
+        Between `scale_loss` and `step` their `.grad` is unscaled and may be clipped. The optimizer need not have been
         initialized. No host sync.
 
-        Raises AmpTypeError, when it is called, for anything but an optimizer.
+        Raises AmpTypeError at the call, not at the first iteration, for anything but an optimizer.
         """
         params = master_params(optimizer)
         self._look_at_gathered(optimizer)
         return params
 
     def _look_at_gathered(self, optimizer: Optimizer | LARC) -> Stepper | None:
-        """The Stepper of `optimizer`, which is told of gradients that are older than their place in it."""
+        """Check gradients of `optimizer` that no check saw; return its Stepper, None if it was not initialized."""
         stepped = self.backwards.get(inner_of(optimizer))
         if stepped is not None:
             self.backwards.look_at_gathered(stepped)
@@ -423,21 +424,21 @@ class Engine:
     ) -> Tensor:
         """Clip the gradients that an optimizer steps, between `scale_loss` and `step`.
 
-        After one backward, and with a norm_type of 2 or infinity, no gradient of a master is read: `scale_loss` took
-        the norm, and the factor is applied in the step, or when a master's `.grad` is looked at. Gradients of
-        float32 parameters, which any code may write, are multiplied at once, and read once more unless torch tells
-        that they were not written (since 2.13, from the second call on). Otherwise this is
+        After one backward, and with a norm_type of 2 or infinity, no gradient of a master is read: `scale_loss` has
+        computed the norm, and the factor is applied by the step, or by the first read of a master's `.grad`. Gradients
+        of float32 parameters, which any code may write, are multiplied at once, and read once more unless torch can
+        tell that they were not written (torch 2.13 or newer, from the second call on). In all other cases this is
         torch.nn.utils.clip_grad_norm_.
 
         Args:
-            optimizer: need not have been initialized. Or parameters, one or an iterable, as torch's function takes
-                them: the gradients of their masters are clipped where they have some.
+            optimizer: an optimizer, initialized or not; or one parameter or an iterable of parameters, as in torch,
+                whose masters' gradients are clipped where they have masters.
             max_norm: in the unit of the unscaled gradients.
-            norm_type: of the norm, as in torch.
+            norm_type: as in torch.
             error_if_nonfinite: raise RuntimeError if the norm is not finite. Waits for the device.
 
         Returns:
-            The norm before clipping: float32, shape []. No host sync otherwise.
+            The norm before clipping: float32, shape []. No host sync without `error_if_nonfinite`.
         """
         clipped = self._clipped(optimizer, "clip_grad_norm_", "max_norm")
         return clipping.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
@@ -447,14 +448,14 @@ class Engine:
 
         Args:
             optimizer: an optimizer or parameters, as `clip_grad_norm_` takes them.
-            clip_value: elements end in [-clip_value, clip_value], in the unit of the unscaled gradients.
+            clip_value: clamps elements to [-clip_value, clip_value], in the unit of the unscaled gradients.
 
-        Makes the FP32 gradients of masters. No host sync.
+        Creates the FP32 gradients of masters. No host sync.
         """
         clipping.clip_grad_value_(self._clipped(optimizer, "clip_grad_value_", "clip_value"), clip_value)
 
     def _clipped(self, given: Any, function: str, limit: str) -> clipping.Clipped:
-        """Return the gradients that a clipping function is to clip, of an optimizer or of parameters."""
+        """Return the gradients of an optimizer or of parameters, for a clipping function."""
         params = arguments.as_parameters(given)
         if params is None:
             arguments.check_has_groups(given, function, f", {limit}")
@@ -481,18 +482,18 @@ class Engine:
             averaged.update_parameters(model)
 
         Args:
-            model: a part of a model is fine, and so is a parallel wrapper that can be copied.
-            optimizer: all that step its parameters, one or a list; None if there are none.
+            model: a model, a part of one, or a parallel wrapper that can be copied.
+            optimizer: all optimizers that step its parameters: one, a list, or None.
             device: of the average.
-            avg_fn: the average of two tensors, as torch's class takes it; default: equal weights.
-            multi_avg_fn: the average of two lists of tensors, as torch's class takes it.
+            avg_fn: averages two tensors, as in torch's class; default: equal weights.
+            multi_avg_fn: averages two lists of tensors, as in torch's class.
             use_buffers: average floating buffers too.
 
         Returns:
-            A copy of the model in FP32, without casts, to evaluate, save and load as torch's. It holds nothing of the
+            A copy of the model in FP32, without casts, to evaluate, save and load as torch's. It does not refer to the
             engine, and works before `initialize` and after `close` too.
 
-        Raises AmpTypeError for an optimizer that was not passed to `initialize`. Allocates 4 bytes a parameter.
+        Raises AmpTypeError for an optimizer that was not passed to `initialize`. Allocates 4 bytes per parameter.
         """
         listed = list(optimizer) if isinstance(optimizer, tuple) else optimizer
         for one in arguments.as_optimizers(listed):
@@ -506,33 +507,35 @@ class Engine:
             with amp.casts():
                 loss = criterion(head(features), target)
 
-        Nests. It casts inside of a module that is kept in FP32; `disable_casts` wins over it. At other levels, and
-        where functions are cast anyway, it changes nothing. Functions that Python calls in a backward are not inside.
+        Can be nested. It casts inside of kept modules too; `disable_casts` takes precedence over it. At other levels,
+        and where functions are cast anyway, it has no effect. It does not apply to functions that Python code calls
+        during a backward.
         """
         return self.function_casts.enabled()
 
     def disable_casts(self) -> AbstractContextManager[None]:
-        """A context in which no function is cast, in any thread. Nests; does nothing without O1 or O4."""
+        """A context in which no function is cast, in any thread. Can be nested; no effect without O1 or O4."""
         return self.function_casts.disabled()
 
     def keep_float(self, module: M, keep: bool = True) -> M:
-        """Keep `module`, with all that is in it, in FP32; `keep_float(module, False)` takes it back.
+        """Keep `module` and all its submodules in FP32; `keep_float(module, False)` undoes this.
 
-        Under O1 and O4, inside its forward no function is cast, in this thread, and float16 and bfloat16 inputs, in
-        any containers, arrive as float32; gradients flow through that cast. It may be called before and after
-        `initialize`, and a kept module may contain others. It does nothing while no casts are on: at O0, after `close`.
+        Under O1 and O4, no function is cast in the forward of `module`, in the thread that runs it; float16 and
+        bfloat16 inputs, in any containers, are cast to float32, and gradients flow through that cast. `keep_float` may
+        be called before and after `initialize`, and a kept module may contain others. It has no effect while casts are
+        off: at O0 and after `close`.
 
-        Levels that cast the model (O2, O3, O5) want it before `initialize`: parameters and buffers of the module stay
-        float32, as batch norms do, its inputs are cast to float32 and its outputs to the model's type. A parameter that
-        it shares with a module outside is float32 there, too.
+        At levels that cast the model (O2, O3, O5), call it before `initialize`: parameters and buffers of the module
+        stay float32, as those of batch norms do, its inputs are cast to float32 and its outputs to the model's type. A
+        parameter that the module shares with another module is float32 there, too.
 
         Args:
-            module: it must be called; `module.forward(x)` passes the hooks by. Listed functions in the `backward` of a
-                custom autograd function are cast all the same.
+            module: must be called as `module(x)`, since `module.forward(x)` does not run its hooks. Listed functions in
+                the `backward` of a custom autograd function are cast nevertheless.
             keep: False undoes it.
 
         Returns `module`. Raises AmpTypeError for anything but a module, and AmpStateError for a part of a model that
-        is cast already. No host sync.
+        is already cast. No host sync.
         """
         policy = self.policy
         if policy is not None and policy.cast_model_type in LOW_PRECISION and self._initialized.has_module(module):
@@ -541,27 +544,27 @@ class Engine:
                 "amp.initialize()."
             )
         kept = casting.keep_float(module, keep)
-        self._initialized.kept_by_policy.discard(module)  # `close` leaves it to the user from now on
+        self._initialized.kept_by_policy.discard(module)  # from now on `close` does not undo it
         return kept
 
     def explain(self) -> Explanation:
         """A record of casts, for `with amp.explain() as explanation:` around one or more iterations.
 
-        Collects, in all threads, which function on the lists of O1 and O4 ran in which type how often, how many
-        casts were made for it, how many the cache saved, and how many bytes the casts read and wrote:
-        `explanation.records`. `str(explanation)` is a table of them. At the other levels there are no casts to count,
-        and compiled code may be compiled once more. Nests. Code that torch.compile compiled is not seen. Python runs at
-        each call, so do not time it. No host sync.
+        `explanation.records` has, for each function on the lists of O1 and O4 and each type that it ran in, in all
+        threads: the calls, the casts made for them, the casts that the cache saved, and the bytes that the casts read
+        and wrote. `str(explanation)` is a table of the records. Calls in code that torch.compile compiled are not
+        recorded. At the other levels there are no casts to count, and compiled code may be compiled once more. Can be
+        nested. Python runs at each call, so do not time the iterations. No host sync.
         """
         return Explanation(self.function_casts.observed, lambda: self.function_casts.why_ended(self.policy))
 
     def overflow_report(self) -> OverflowReport:
         """A record of each overflow since the first `initialize`, or the first after `close`, oldest first.
 
-        It has the newest 1000 that the host has heard of; `str()` is a table of them, and `str()` of an entry the line
-        that was printed. Each entry has the parameter and the module in which the backward first became non-finite, how
-        many elements, inf or nan, the loss and its scale, the likely cause, and for a non-finite loss the operation
-        that made it so. No host sync.
+        It has the newest 1000 that the host knows of; `str()` of the record is a table, and `str()` of an entry is the
+        line that was printed. Each entry has the parameter and the module in which the backward first became
+        non-finite, the number of such elements, inf or nan, the loss and its scale, the likely cause and, for a
+        non-finite loss, the operation that made it non-finite. No host sync.
         """
         return self.overflows.report()
 
@@ -569,15 +572,16 @@ class Engine:
         """The outcome of the last `optimizer.step()`: skipped or not, at which loss scale, with which norm.
 
             last = amp.last_step()
-            ...                                  # later, when the GPU has come so far
+            ...                                  # later, when the GPU has finished the step
             print(last.skipped, last.loss_scale, last.norm)
 
         Args:
             optimizer: needed if several are initialized.
 
-        No host sync; reading its attributes waits until the host knows. `last.flag` is a tensor on the device, != 0 if
-        the step was skipped, and `last.is_known` is True once the host knows. Raises AmpTypeError for an optimizer that
-        was not passed to `initialize`, AmpStateError if none is named and not exactly one is initialized.
+        No host sync, but reading an attribute waits until the host knows the outcome. `last.flag` is a tensor on the
+        device, != 0 if the step was skipped, and `last.is_known` is True once the host knows. Raises AmpTypeError for
+        an optimizer that was not passed to `initialize`, AmpStateError if `optimizer` is None and not exactly one is
+        initialized.
         """
         if self._is_disabled:
             return LastStep()
@@ -597,15 +601,15 @@ class Engine:
             optimizer.step()
             amp.step_scheduler(scheduler)
 
-        No host sync: on a GPU the scheduler follows as the host hears of steps, an iteration or two late.
+        No host sync: on a GPU the host learns of a step an iteration or two later, and then steps the scheduler.
 
         Args:
             scheduler: of torch.optim.lr_scheduler, or any object with `step` and `optimizer`.
             optimizer: the optimizer to follow; default `scheduler.optimizer`.
 
         Returns:
-            How many times it was stepped: 0, 1, or more if the host has heard of several steps. Raises AmpTypeError for
-            anything but a scheduler, and for an optimizer that was not passed to `initialize`.
+            The number of scheduler steps: 0, 1, or more if the host has learned of several steps. Raises AmpTypeError
+            for anything but a scheduler, and for an optimizer that was not passed to `initialize`.
         """
         found = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
         if not hasattr(scheduler, "step") or found is None:
@@ -638,17 +642,18 @@ class Engine:
             step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`. If it returns
                 a loss and runs no backward, `find_overflow` runs it, for all optimizers. `optimizer.step()` of
                 initialized optimizers does nothing inside.
-            loss_scale: the value of dynamic scales meanwhile. Default: the scale of the newest overflow, or else the
-                present one. If the backward overflows at the former, the batch is run once more at the latter.
+            loss_scale: the value of dynamic scales during the run. Default: the scale of the newest overflow, or the
+                present scale if there was none. If the backward overflows at the scale of the newest overflow, the
+                batch is run once more at the present scale.
 
         Returns:
-            A record; `str()` is a sentence. Gradients, buffers and loss scales are as before, and so are objects that
-            step_fn refers to: averages and other modules, schedulers, other optimizers, generators; the global
-            generators of torch, Python and NumPy in any case. An iterator that it takes a batch from goes on.
-            Code that torch.compile compiled is run uncompiled; code that torch.jit compiled is one operation.
+            A record; `str()` is a sentence. Gradients, buffers, loss scales and the global generators of torch, Python
+            and NumPy are restored, and so are objects that step_fn refers to: averages and other modules, schedulers,
+            other optimizers, generators. An iterator that step_fn takes a batch from is not restored. Code that
+            torch.compile compiled runs uncompiled; code that torch.jit compiled counts as one operation.
 
-        Looks at the arguments and results of every operation, so it takes many times as long as a step; waits for the
-        device at each. All ranks have to call it together. Raises AmpStateError before `initialize` and with
+        Reads the arguments and results of every operation and waits for the device at each, so it takes many times as
+        long as a step. All ranks must call it together. Raises AmpStateError before `initialize` and with
         enabled=False, inside of a `scale_loss`, while gradients wait for a step, for lazy modules that have no shape
         yet, and if there was no backward and nothing was found before it; AmpTypeError for anything but a callable.
         """
@@ -670,17 +675,17 @@ class Engine:
     ) -> OrderedDict[str, Any]:
         """`{"loss_scaler0": {"loss_scale": float, "unskipped": int, "dynamic": bool, ...}, ...}`; empty if not enabled.
 
-        Waits for the device once per dynamic scaler. `model.state_dict()` saves the masters. `format` "apex" leaves
-        two numbers an entry; "torch" is for one GradScaler, see `amp.convert_state_dict`.
+        Waits for the device once per dynamic scaler. `model.state_dict()` saves the masters. `format="apex"` writes
+        only two numbers per entry; "torch" is for one GradScaler, see `amp.convert_state_dict`.
         """
         policy = self._initialized_policy("state_dict")
         return scaler_state.pack_scalers(self.scalers, policy.opt_level, destination, format)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the loss scalers from what `state_dict`, apex or a GradScaler wrote, at this level or another.
+        """Restore the loss scalers from a state that `state_dict`, apex or a GradScaler wrote, at any level.
 
-        Static scales stay; dynamic scales continue saved dynamic scales, and start at the first scale otherwise.
-        Raises AmpStateError for keys of no loss scaler, after loading the others.
+        Static scales do not change; a dynamic scale continues a saved dynamic scale, and starts at its initial value
+        otherwise. Raises AmpStateError for keys that belong to no loss scaler, after loading the others.
         """
         self._initialized_policy("load_state_dict")
         scaler_state.unpack_scalers(self.scalers, state_dict, lambda text: self.reporter.say(text, rank0=True))
@@ -699,20 +704,21 @@ class Engine:
             dcp.load({"training": amp.training_state(model, optimizer)}, checkpoint_id=folder)
 
         It holds FP32 weights, and the optimizers' state by the names of parameters. Save each checkpoint to a folder of
-        its own: a save that is interrupted leaves neither the old one nor the new.
+        its own: an interrupted save leaves neither the old checkpoint nor the new one.
         """
         self._initialized_policy("training_state")
         return TrainingState(model, optimizer, self)
 
     def save(self, path: str | os.PathLike[str], /, **objects: Any) -> None:
-        """Write a checkpoint that is whole or absent, also if the process dies meanwhile; call it on one rank only.
+        """Write a checkpoint that is whole or absent, even if the process dies meanwhile; call it on one rank only.
 
             amp.save(path, model=model, optimizer=optimizer, scheduler=scheduler, epoch=epoch)
 
         Saves the `state_dict()` of each object that has one, in lists, tuples and dictionaries too, and other values
         as they are. The loss scalers are saved as "amp". torch.load(path) gives the dictionary.
 
-        The bytes go to a file beside `path`, to the disk, and then take its name; their SHA-256 stands at the end.
+        The bytes, with their SHA-256 at the end, are written to a file beside `path` and flushed to the disk; then the
+        file is renamed to `path`.
 
         Raises AmpValueError for an object named "amp", AmpTypeError for values that torch.load(weights_only=True) would
         not load, and OSError of the operating system, for example if the disk is full; an earlier file stays as it was.
@@ -740,8 +746,8 @@ class Engine:
             All entries that were not loaded into an object: values, and states of objects that were not passed.
 
         Raises AmpFileError if the file is damaged, with the expected and the found contents, and AmpStateError,
-        AmpTypeError or AmpValueError for states that do not fit. Then every object has its earlier state again: the
-        host holds a copy of it meanwhile. Waits for the device.
+        AmpTypeError or AmpValueError for states that do not fit. Every object then has its earlier state again, of
+        which the host keeps a copy during the load. Waits for the device.
         """
         saved = checkpoint_file.read_file(path, map_location)
         if self.policy is not None and "amp" in saved:
@@ -750,10 +756,10 @@ class Engine:
         return {name: value for name, value in saved.items() if name not in objects}
 
     def set_policy(self, policy: Policy) -> None:
-        """Replace the policy after `initialize`, as far as `initialize` has not acted on it.
+        """Replace the policy after `initialize`, in properties that `initialize` has not acted on.
 
-        `enabled` decides what `scale_loss` does from now on; `patch_torch_functions=False` takes the function casts
-        away. Raises AmpStateError for changes of other properties, and after `close`.
+        `enabled` decides what `scale_loss` does from now on; `patch_torch_functions=False` removes the function casts.
+        Raises AmpStateError for changes of other properties, and after `close`.
         """
         if self.policy is None:
             raise AmpStateError(
@@ -791,7 +797,7 @@ class Engine:
         return self._initialized.look_after_alone(optimizer, on_skip)
 
     def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
-        """True if the last `optimizer.step()` was skipped. Waits for the device if that decided."""
+        """True if the last `optimizer.step()` was skipped. Waits for the device if the device made the decision."""
         return self._initialized.stepped_by(optimizer).pending.skipped
 
     def close(self) -> None:

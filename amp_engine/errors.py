@@ -7,13 +7,13 @@
     ├── AmpIndexError   (IndexError)     a loss_id that initialize() did not provide for
     └── AmpFileError    (RuntimeError)   a checkpoint that is damaged, as torch.load raises
 
-Each also is the built-in error that apex raised in its place, so `except RuntimeError` goes on working.
+Each is also the built-in error that apex raised in the same case, so `except RuntimeError` still works.
 
-    AmpWarning (UserWarning)                all of them: something of the program has not the effect that it looks like
+    AmpWarning (UserWarning)                all of them: something in the program has another effect than it seems
     ├── AmpGradientWarning                  gradients that the step does not see: written, or of another backward
     └── AmpRuntimeWarning (RuntimeWarning)  something around the program: the build, another apex, autocast, lost hooks
 
-Each also is the built-in category in parentheses, so a filter of that goes on working.
+Each is also the built-in category in parentheses, so filters of that category still work.
 """
 
 
@@ -38,7 +38,7 @@ class AmpIndexError(AmpError, IndexError):
 
 
 class AmpFileError(AmpError, RuntimeError):
-    """The file is damaged, or none that amp.save wrote."""
+    """The file is damaged, or amp.save did not write it."""
 
 
 class AmpWarning(UserWarning):
@@ -46,8 +46,8 @@ class AmpWarning(UserWarning):
 
 
 class AmpGradientWarning(AmpWarning):
-    """Gradients were written, or came from a backward outside of `scale_loss`, and the step does not see it."""
+    """The step does not see gradients that were written, or that a backward outside of `scale_loss` computed."""
 
 
 class AmpRuntimeWarning(AmpWarning, RuntimeWarning):
-    """Something around the program is not as it should be."""
+    """Something around the program is wrong: the build, another apex, autocast, lost hooks."""

@@ -1,4 +1,4 @@
-"""The face of torch.amp.GradScaler over an engine, for loops and libraries that take such an object."""
+"""The interface of torch.amp.GradScaler to an engine, for loops and libraries that take such an object."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GradScaler:
     """The methods of torch.amp.GradScaler, for one loss of an engine.
 
     Args:
-        engine: gives the engine; asked at each call, so that `initialize` may come later.
-        optimizers: that losses may reach; none: all initialized ones.
-        loss_id: the number of the loss's scaler.
+        engine: returns the engine; every method calls it, so that `initialize` may be called later.
+        optimizers: the optimizers that losses may reach; if empty, all initialized optimizers.
+        loss_id: the index of the loss's scaler.
     """
 
     def __init__(self, engine: Callable[[], Engine], optimizers: Sequence[Optimizer | LARC], loss_id: int) -> None:
@@ -53,7 +53,7 @@ class GradScaler:
         return self._body.__enter__()
 
     def unscale_(self, optimizer: Optimizer | LARC) -> None:
-        """Unscale the gradients of the loss now, to clip them; `step` does it otherwise. Again is no error.
+        """Unscale the gradients of the loss now, to clip them; otherwise `step` does. A second call has no effect.
 
         At O2 and O5 the gradients of `optimizer` are those of `amp.master_params(optimizer)`. No host sync.
         """
@@ -66,7 +66,7 @@ class GradScaler:
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Take `new_scale` if it is given; the scale has moved with the gradients otherwise."""
+        """Set the scale to `new_scale` if it is given; it was already adjusted when gradients were unscaled."""
         self._leave_body()
         if new_scale is not None and self.is_enabled():
             self._scaler().load_state_dict({"loss_scale": float(new_scale), "unskipped": 0})
@@ -84,7 +84,7 @@ class GradScaler:
         return self._scaler().rule.backoff_factor
 
     def get_growth_interval(self) -> int:
-        """How many clean steps in a row make the scale grow."""
+        """The number of clean steps in a row after which the scale grows."""
         return self._scaler().rule.growth_interval
 
     def is_enabled(self) -> bool:
@@ -93,7 +93,7 @@ class GradScaler:
         return policy is None or policy.enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the keys of torch.amp.GradScaler, which loads them, and of an entry of `amp.state_dict()`.
+        """Return a state with the keys of torch.amp.GradScaler, which loads it, and of an entry of `amp.state_dict()`.
 
         Empty if not enabled. Waits for the device.
         """
@@ -103,7 +103,7 @@ class GradScaler:
         return {**self._torchs(entry), **entry}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict`, torch.amp.GradScaler or `amp.state_dict` gave; as `amp.load_state_dict`."""
+        """Load a state from `state_dict`, torch.amp.GradScaler or `amp.state_dict`, as `amp.load_state_dict` does."""
         if not self.is_enabled():
             return
         if "loss_scale" in state_dict:  # ours
@@ -122,7 +122,7 @@ class GradScaler:
         }
 
     def _scaler(self) -> LossScaler:
-        self._engine().get_scale(self._loss_id)  # raises where there is none
+        self._engine().get_scale(self._loss_id)  # raises if there is no scaler
         return self._engine().scalers[self._loss_id]
 
     def _reached_by(self, loss: Tensor) -> list[Optimizer] | Literal["reached"]:

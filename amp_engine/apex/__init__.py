@@ -1,4 +1,4 @@
-"""Answers to `import apex`: apex's packages, on amp_engine and today's PyTorch.
+"""The package that `import apex` finds: apex's packages, on amp_engine and today's PyTorch.
 
 Three ways in: `from amp_engine import amp`; `import amp_engine.apex.install` at the top of a program; `python -m
 amp_engine.apex train.py` for a script that stays as it is. See docs/migrating_from_apex.md.
@@ -20,11 +20,11 @@ _PARTS = (
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """Is never warned with, since nothing here is deprecated; scripts filter it by this name."""
+    """Never issued, since nothing here is deprecated; scripts filter warnings by this name."""
 
 
 def __getattr__(name: str) -> ModuleType:
-    # `import apex; apex.parallel` worked without an import of its own; importing all of it here would take its time.
+    # In apex, `import apex; apex.parallel` worked. Importing all parts at once would be slow.
     if name in _PARTS:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

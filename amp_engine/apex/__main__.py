@@ -6,17 +6,17 @@
     torchrun --nproc_per_node=2 -m amp_engine.apex [--local_rank] script.py [arguments]
     python -m amp_engine.apex --check|--fix|--undo path [path ...]
 
-What follows is as `python` would take it: a script, a directory or a zip file with a __main__.py, `-m` or `-c`, then
-the program's own arguments.
+The rest is as for `python`: a script, a directory or a zip file with a __main__.py, `-m` or `-c`, then the program's
+own arguments.
 
-  --replace      also in place of an NVIDIA apex that is installed and has amp, which is otherwise left alone
-  --no-children  not in the processes that the program starts
-  --local_rank   hand the program --local_rank=N behind its own arguments, as torch.distributed.launch once did and
-                 torchrun does not; N is LOCAL_RANK, or 0
-  --check        run nothing; say what in these files and directories amp_engine.apex does not serve, and what to write
+  --replace      also replace an installed NVIDIA apex that has amp, which is otherwise left alone
+  --no-children  do not answer in the processes that the program starts
+  --local_rank   append --local_rank=N to the program's own arguments, as torch.distributed.launch once did and torchrun
+                 does not; N is LOCAL_RANK, or 0
+  --check        run nothing; list uses of apex in these files and directories, and what to write for unserved ones
   --fix          run nothing; add `import amp_engine.apex.install` to each file there that imports apex, show the diff
-  --undo         take these lines out again
-  -h, --help     this text
+  --undo         remove these lines
+  -h, --help     print this text
 """
 
 import os
@@ -29,7 +29,7 @@ _NAME = "amp_engine.apex"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line. Returns an exit status, or becomes the program that is to be run."""
+    """Run the command line. Returns an exit status, or replaces this process by the program."""
     replace = once = wants_rank = False
     while arguments:
         option = arguments[0]
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         if option in ("--check", "--fix", "--undo"):
             if len(arguments) == 1:
                 return _fail(f"{option} needs files or directories: {option} path [path ...]")
-            # Imported here, so that a script that is run does not wait for them.
+            # Imported here, so that running a script does not import them.
             if option == "--check":
                 from amp_engine.apex.check_sources import check
 
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _complaint(target: list[str]) -> str | None:
-    """Return a sentence on a wrong `target`: what is wrong, allowed, and to type; None if python can run it."""
+    """Return what is wrong with `target`, what is allowed, and what to type; None if python can run it."""
     first = target[0]
     if first in ("-m", "-c"):
         return None if len(target) > 1 else f"{first} needs {'a module' if first == '-m' else 'code'} after it"
@@ -85,9 +85,9 @@ def _complaint(target: list[str]) -> str | None:
 
 
 def _run(target: list[str], *, replace: bool, once: bool) -> NoReturn:
-    # A new interpreter in this process's place, not runpy in this one: here torch is imported already, and would not
-    # see what the script sets before its own import of it (OMP_NUM_THREADS, TORCH_LOGS); and `__main__`, tracebacks,
-    # signals and exit statuses are python's own.
+    # A new interpreter replaces this process. With runpy, torch would already be imported and would not see variables
+    # that the script sets before its own import of torch (OMP_NUM_THREADS, TORCH_LOGS), and `__main__`, tracebacks,
+    # signals and exit statuses would not be python's own.
     if target[0] not in ("-m", "-c", "-") and not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
         sys.path[0] = os.path.dirname(os.path.realpath(target[0]))
     decision = finder.decide(replace=replace)

@@ -1,4 +1,4 @@
-"""The modules of `apex.amp` that hold names of other modules, or one small function, made without a file for each."""
+"""Modules of `apex.amp` that have only names of other modules or one small function, created without own files."""
 
 import sys
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ from amp_engine.scaling.scaler import LossScaler
 
 
 def made(name: str, **contents: Any) -> ModuleType:
-    """Make the module `amp_engine.apex.amp.<name>`, which an import of that name finds from now on."""
+    """Create the module `amp_engine.apex.amp.<name>`, which an import of that name finds from now on."""
     module = ModuleType(f"amp_engine.apex.amp.{name}", f"`apex.amp.{name}`.")
-    # importlib asks the spec of a module in sys.modules whether its import is done, and the finder whose it is.
+    # The spec tells importlib that the import of a module in sys.modules is done, and our finder that it is ours.
     module.__spec__ = ModuleSpec(module.__name__, None)
     vars(module).update(contents)
     sys.modules[module.__name__] = module

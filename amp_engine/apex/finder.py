@@ -1,10 +1,10 @@
 """An import finder that gives `amp_engine.apex` the names of apex, so that it answers to `import apex`.
 
-Under it `apex.X` is the module object `amp_engine.apex.X`, in `sys.modules` under both names, and `amp_C` and `apex_C`
-are `amp_engine.apex.amp_C` and `.apex_C`; `importlib.metadata` knows a distribution named apex. An installed apex of
-NVIDIA's with amp is left alone; one without amp is given the parts that it lacks.
+With it, `apex.X` is the module object `amp_engine.apex.X`, in `sys.modules` under both names, and `amp_C` and `apex_C`
+are `amp_engine.apex.amp_C` and `.apex_C`; `importlib.metadata` finds a distribution named apex. An installed NVIDIA
+apex that has amp is left alone; an NVIDIA apex without amp gets the parts that it lacks.
 
-This file loads alone, on the standard library: child processes install the finder at their start (see
+This file loads alone and imports only the standard library: child processes install the finder at their start (see
 children/sitecustomize.py), and only an import of apex may import torch.
 """
 
@@ -24,10 +24,10 @@ _ROOT = os.path.dirname(os.path.dirname(_DIRECTORY))
 _CHILDREN = os.path.join(_DIRECTORY, "children")
 
 _TOP_LEVEL = ("apex", "amp_C", "apex_C")
-# A package named apex with one of these in it is NVIDIA's. PyPI has another of that name, a toolkit for Pyramid.
+# A package named apex that has one of these parts is NVIDIA's. The apex of PyPI is a toolkit for Pyramid.
 _NVIDIA = ("amp", "contrib", "multi_tensor_apply", "normalization", "optimizers", "parallel", "transformer")
 
-# For child processes: "replace" and "once" (not for the children of the child), in any order.
+# An environment variable for child processes: "replace" and "once" (not for their own children), in any order.
 VARIABLE = "AMP_ENGINE_APEX"
 
 
@@ -62,7 +62,7 @@ class Decision(NamedTuple):
 
 
 def decide(*, replace: bool = False) -> Decision:
-    """Return the decision that `install(replace=replace)` would come to; changes and imports nothing."""
+    """Return the decision that `install(replace=replace)` would make; changes and imports nothing."""
     loaded = sys.modules.get("apex")
     if loaded is not None and not _is_ours(loaded):
         where, locations = getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", ()))
@@ -91,15 +91,15 @@ def decide(*, replace: bool = False) -> Decision:
 def install(*, replace: bool = False, children: bool = False) -> Decision:
     """Let `import apex` find `amp_engine.apex`.
 
-    A finder that is installed already stays, with the wider of both calls' arguments.
+    If a finder is already installed, arguments that are True in either call apply.
 
     Args:
-        replace: also take the place of an apex of NVIDIA's that has amp.
+        replace: also replace an NVIDIA apex that has amp.
         children: install in child processes too (multiprocessing, subprocesses, workers of torchrun), through
             PYTHONPATH. Python's -E, -I and -S keep it out of a child.
 
     Returns:
-        The decision, which `installed()` returns later. Where it serves nothing, nothing was changed.
+        The decision, which `installed()` returns later. If it serves nothing, nothing was changed.
 
     Warns:
         AmpRuntimeWarning: an unrelated package or module named apex is hidden.
@@ -113,7 +113,7 @@ def install(*, replace: bool = False, children: bool = False) -> Decision:
         uninstall()
         finder.start()
         if finder.decision.hides_unrelated:
-            # Nothing of ours is imported here: the class is used only if it is imported already.
+            # Does not import amp_engine: the class is used only if it is already imported.
             category = getattr(sys.modules.get("amp_engine.errors"), "AmpRuntimeWarning", RuntimeWarning)
             warnings.warn(f"{finder.decision}.", category, stacklevel=2)
     finder.replace |= replace
@@ -173,7 +173,7 @@ def start_child() -> None:
 
 
 class ApexFinder:
-    """The finder on `sys.meta_path`. It stands first, and to serve missing parts it asks the others first."""
+    """The finder, first on `sys.meta_path`. If it serves only missing parts, it first asks the other finders."""
 
     def __init__(self, replace: bool) -> None:
         self.replace = replace
@@ -191,7 +191,7 @@ class ApexFinder:
     def start(self) -> None:
         """Enter `sys.meta_path`."""
         sys.meta_path.insert(0, self)
-        # `import apex` that failed halfway leaves its submodules in sys.modules, where they would hide ours.
+        # An `import apex` that failed halfway leaves submodules in sys.modules, where they would hide ours.
         others = {name: module for name, module in _apex_modules().items() if not _is_ours(module)}
         if others and self.decision.serves == "all":
             self._put_aside = others
@@ -199,13 +199,13 @@ class ApexFinder:
                 del sys.modules[name]
 
     def stop(self) -> None:
-        """Leave `sys.meta_path`, `sys.modules` and the environment as `start` found them."""
+        """Restore `sys.meta_path`, `sys.modules` and the environment to their state before `start`."""
         sys.meta_path.remove(self)
         ours = {name: module for name, module in _apex_modules().items() if _is_ours(module)}
         for name, module in ours.items():
             del sys.modules[name]
             parent, _, child = name.rpartition(".")
-            above = sys.modules.get(parent)  # NVIDIA's apex, where it was given what it lacks
+            above = sys.modules.get(parent)  # NVIDIA's apex, if this finder gave it parts
             if above is not None and not _is_ours(above) and vars(above).get(child) is module:
                 del vars(above)[child]
         for name, module in self._put_aside.items():
@@ -214,8 +214,8 @@ class ApexFinder:
             remove_children(os.environ)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find the spec of a module named apex's; importlib calls it. Imports nothing."""
-        if name == "amp_engine":  # a child process is to have the amp_engine of this finder, on its sys.path or not
+        """Find the spec of a module under apex's name; importlib calls it. Imports nothing."""
+        if name == "amp_engine":  # a child process gets this finder's amp_engine, even if its sys.path lacks it
             return PathFinder.find_spec(name, [_ROOT])
         real = _real_name(name)
         if real is None or self.decision.serves == "nothing":
@@ -233,7 +233,7 @@ class ApexFinder:
         return alias
 
     def _others_have(self, name: str, path: Any) -> bool:
-        # Below a package of ours the others find our own files, and would load them a second time.
+        # Below a package of ours, the other finders find our files and would load them a second time.
         parent = name.rpartition(".")[0]
         return not (parent and _is_ours(sys.modules.get(parent))) and _find_elsewhere(name, path) is not None
 
@@ -251,13 +251,14 @@ class _Alias:
         self._real = real
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        # Not a stand-in that exec_module swaps in sys.modules: a thread that waits for this import could get it instead
-        # (import_ensure_initialized in CPython's import.c keeps the object that it found before it waited).
+        # Returns the real module, not a placeholder that exec_module replaces in sys.modules: a thread that waits for
+        # this import could get the placeholder (import_ensure_initialized in CPython's import.c keeps the object that
+        # it found before it waited).
         module = importlib.import_module(self._real.name)
         self._own_spec = module.__spec__
-        # A submodule imported under apex's name would become an attribute of its package, and some attributes are
-        # rebound: `apex.amp._amp_state` is the state, `apex.parallel.LARC` the class. So what is there is not imported.
-        # Done before importlib shows the package to other threads.
+        # Importing a submodule under apex's name would bind it as an attribute of its package, but some of these
+        # attributes are bound to other objects: `apex.amp._amp_state` to the state, `apex.parallel.LARC` to the class.
+        # So imported submodules get their aliases here, before importlib shows the package to other threads.
         for real in [name for name in list(sys.modules) if name.startswith(f"{self._real.name}.")]:
             alias = f"apex{real.removeprefix(_PACKAGE)}"
             if alias not in sys.modules:
@@ -265,9 +266,9 @@ class _Alias:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own_spec  # importlib has set the alias's
+        module.__spec__ = self._own_spec  # importlib has set the alias's spec
 
-    # `python -m apex.parallel.multiproc`, and tools that read sources without importing.
+    # For `python -m apex.parallel.multiproc`, and for tools that read sources without importing.
 
     def get_code(self, name: str) -> CodeType | None:
         return self._inspect("get_code")
@@ -286,7 +287,7 @@ class _Alias:
 
 
 def _installed() -> Any:
-    # By the name of its class: in a child process this file was loaded before amp_engine.apex.finder could be imported.
+    # Found by the name of its class, since a child process loads this file a first time under another module name.
     return next((finder for finder in sys.meta_path if _is_apex_finder(finder)), None)
 
 
@@ -323,7 +324,7 @@ def _find_elsewhere(name: str, path: Any = None) -> ModuleSpec | None:
 
 
 def _version() -> str:
-    """Return amp_engine's version, read and not imported, as a local version of apex's last one."""
+    """Return amp_engine's version, read from its source, as a local version of apex's last version."""
     import re  # only a caller who asks for the version pays for it
 
     spec = PathFinder.find_spec("amp_engine", [_ROOT])

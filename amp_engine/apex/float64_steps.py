@@ -22,13 +22,13 @@ def step_(
     inv_scale: Tensor | None,
     skips: Tensor | None,
 ) -> None:
-    """One step of a formula over (gradients, parameters, first states, second states where it has any). No host sync.
+    """Do one step of a formula over (gradients, parameters, first states, second states if it has any). No host sync.
 
     Args:
         lists: float64 or float32.
-        copies: take the new parameters as well.
+        copies: the new parameters are written here too.
         step: the number of this step, from 1; an int, or one element on the device of the tensors.
-        norms: float64, shape [n]: NovoGrad's, which already hold these gradients.
+        norms: float64, shape [n]: NovoGrad's norms, which already include these gradients.
         inv_scale: one element; None is 1.
         skips: bool, shape []; nothing is written where it is true. None is False.
     """

@@ -16,7 +16,7 @@ from amp_engine.amp import state_dict as state_dict
 from amp_engine.apex.amp import frontend as frontend
 from amp_engine.apex.amp import lists as lists
 
-# The module of this name became an attribute when it was imported. The object, bound after that, takes its place.
+# This import first binds the attribute `_amp_state` to the submodule of that name, then to the object.
 from amp_engine.apex.amp._amp_state import _amp_state as _amp_state
 from amp_engine.apex.amp_modules import __version__ as __version__
 from amp_engine.apex.amp_modules import _initialize as _initialize

@@ -16,8 +16,8 @@ from amp_engine.errors import AmpTypeError
 class FunctionList(MutableSequence[str]):
     """The functions of one module, or class, that are cast in one way.
 
-    Adding a name is `amp.register_half_function(module, name)` and its kin; removing one has the function run without
-    casts. A change holds until `amp.close()`, and takes effect at once where O1 is on already.
+    Adding a name is `amp.register_half_function(module, name)`, or the same for another kind; a function whose name is
+    removed runs without casts. A change lasts until `amp.close()`, and takes effect at once if O1 is on.
 
     Args:
         kind: "half", "float" or "promote".

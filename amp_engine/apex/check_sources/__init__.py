@@ -1,1 +1,1 @@
-"""`--check`: reads a project's sources and lists its uses of apex, each with the answer to it here."""
+"""`--check`: reads a project's sources and lists its uses of apex, and how amp_engine answers each."""

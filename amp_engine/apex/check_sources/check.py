@@ -1,4 +1,4 @@
-"""`python -m amp_engine.apex --check PATH...` lists a project's uses of apex, and how each is answered here.
+"""`python -m amp_engine.apex --check PATH...` lists a project's uses of apex, and how amp_engine answers each.
 
 The project's files are parsed, never run or imported. A name is followed through the imports, assignments and scopes
 of its own file, not from one file of the project into another.
@@ -29,9 +29,9 @@ from amp_engine.apex.check_sources.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
 from amp_engine.apex.check_sources.traps import Traps
 
 _FOREIGN_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
-# Mostly copies and packages, but a few are a project's own: the files in them are counted.
+# These hold mostly copies and packages, but may hold a project's own files, so their unread files are counted.
 _BUILT_FOLDERS = {"build", "dist", "venv"}
-# A file without any of these words cannot use apex. It is not parsed, which makes large projects a matter of seconds.
+# A file without any of these words cannot use apex and is not parsed, so that a large project takes seconds.
 _MENTIONS = re.compile("|".join(sorted({"amp_engine", *inventory.ROOTS, *inventory.ADDED})).encode())
 _PROBES = {
     "importlib.util.find_spec",
@@ -47,7 +47,7 @@ _PROBED_FILES = 'looks for files on disk and finds none: write importlib.metadat
 _PROBED_IMPORTS = "is there after `import apex` under amp_engine.apex.install, not after `from amp_engine import amp`"
 _REQUIRED = "`apex` of PyPI is another project: take the line out, amp_engine answers to apex"
 _REQUIREMENT = re.compile(r"apex\s*(\[[^]]*\])?\s*([<>=!~][^@]*)?")
-# Uses of apex in files that are not Python: a requirement of that bare name, and the launcher.
+# Uses of apex in files that are not Python: a requirement of the bare name `apex`, and the launcher.
 _REQUIREMENT_LINE = re.compile(r"^\s*(?:-\s*)?(apex)\s*([<>=!~;#].*)?$")
 _LINES = {
     "*requirements*.txt": _REQUIREMENT_LINE,
@@ -58,7 +58,7 @@ _LINES = {
     "*.sh": re.compile(r"^[^#]*-m\s+(apex\.parallel\.multiproc)\b"),
 }
 _PATTERNS = ("*.py", "*.ipynb", *_LINES)
-# In notebooks: lines that only IPython reads, with or without their sign, and the line that begins a cell.
+# Notebooks: lines that only IPython reads, with or without % or !; such lines with Python; a cell's first line.
 _COMMAND = re.compile(
     r"\s*([%!?]|(pip3?|conda|mamba|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|man|env|git|python3?|wget) )|.*(\?|=\s*[!%].*)\s*$"
 )
@@ -100,7 +100,7 @@ def main(paths: list[str]) -> int:
 
 
 def complaint(paths: list[str], option: str) -> str:
-    """Return a sentence on missing `paths` and on what to type; empty if all are there."""
+    """Return a sentence that names missing `paths` and what to type; empty if all exist."""
     wrong = [path for path in paths if not (Path(path).is_file() or Path(path).is_dir())]
     if not wrong and paths:
         return ""
@@ -116,7 +116,7 @@ def complaint(paths: list[str], option: str) -> str:
 
 def mentions(source: bytes) -> bool:
     """True if a file may use apex."""
-    return _MENTIONS.search(source) is not None or b"\0" in source  # in UTF-16 a zero byte stands beside every letter
+    return _MENTIONS.search(source) is not None or b"\0" in source  # in UTF-16 a zero byte is beside every letter
 
 
 def files(paths: Iterable[str]) -> Iterator[Path]:
@@ -131,7 +131,7 @@ def files(paths: Iterable[str]) -> Iterator[Path]:
 
 
 def passed_over(paths: Iterable[str], read: Iterable[Path]) -> dict[str, int]:
-    """Count, per folder of a build below `paths`, the files that `read` lacks; the project may own them."""
+    """Count the files that `read` lacks, which may be the project's own, in each build folder below `paths`."""
     known = {os.path.realpath(path) for path in read}
     built: list[Path] = []
     for path in paths:
@@ -154,7 +154,7 @@ def _below(folder: Path, built: list[Path]) -> Iterator[Path]:
         built += (Path(root, name) for name in own if name in _BUILT_FOLDERS)
         folders[:] = [name for name in own if name not in _BUILT_FOLDERS]
         shown = (Path(root, name) for name in names if not name.startswith("."))
-        # A pipe would be waited for. A link to nowhere is read, and reported.
+        # Opening a pipe would block. A broken link is yielded, so that it is reported as unreadable.
         shown = (path for path in shown if path.is_file() or not path.exists())
         yield from (path for path in shown if any(path.match(pattern) for pattern in _PATTERNS))
 
@@ -162,7 +162,8 @@ def _below(folder: Path, built: list[Path]) -> Iterator[Path]:
 def check_file(path: Path, unanswered: list[Path]) -> Iterator[Finding]:
     """Yield a file's uses of apex by line, or one finding that says why a file with a use cannot be read.
 
-    Appended to `unanswered` if a program in it asks for apex without having amp_engine answer, or cannot be read.
+    Appends `path` to `unanswered` if it cannot be read, or if a program in it imports apex but not
+    `amp_engine.apex.install`.
     """
     try:
         source = path.read_bytes()
@@ -171,7 +172,7 @@ def check_file(path: Path, unanswered: list[Path]) -> Iterator[Finding]:
         if path.suffix == ".ipynb":
             cells = _cells(source)
             programs = [[(number, _python_of(text).encode()) for number, text in cells]]
-            for number, text in cells:  # a file that is written is a program of its own
+            for number, text in cells:  # a file that a cell writes is a program of its own
                 if (cell := _CELL.match(text)) and cell[1] in ("writefile", "file") and cell[2].strip().endswith(".py"):
                     programs.append([(number, _without_first_line(text).encode())])
         elif any(path.match(pattern) for pattern in _LINES):
@@ -181,7 +182,7 @@ def check_file(path: Path, unanswered: list[Path]) -> Iterator[Finding]:
             programs = [[("", source)]]
         for program in programs:
             yield from _check_program(path, program, unanswered)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:  # the parser's stack, too
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:  # also of the parser
         unanswered.append(path)
         yield Finding(str(path), "0", "", "not read", f"{type(error).__name__}: {error}")
 
@@ -200,7 +201,8 @@ def _python_of(cell: str) -> str:
     if magic:
         cell = _without_first_line(cell)
     lines = cell.split("\n")
-    # Only lines where Python stops are looked at: `%` may begin a line of an expression, and `!` one of a string.
+    # Lines are replaced only if Python cannot parse the cell: in Python, `%` may begin a line of an expression, and `!`
+    # a line of a string.
     while error := _error_of("\n".join(lines)):
         suspects = [error.lineno or 0, *range(1, len(lines) + 1)]
         found = next((i for i in suspects if 0 < i <= len(lines) and _COMMAND.match(lines[i - 1])), None)
@@ -225,7 +227,7 @@ def _error_of(source: str) -> SyntaxError | None:
 
 
 def _take_out(lines: list[str], index: int) -> None:
-    """Take out a command of IPython, over all of its lines; the Python behind `%time` and the like stays."""
+    """Remove a command of IPython with its continuation lines; Python after `%time` and the like stays."""
     python = _COMMAND_WITH_PYTHON.sub(r"\1", lines[index])
     goes_on = lines[index].endswith("\\")
     if python != lines[index]:
@@ -257,7 +259,7 @@ def _check_lines(path: Path, text: str) -> Iterator[Finding]:
 
 
 def _check_program(path: Path, cells: list[tuple[str, bytes]], unanswered: list[Path]) -> Iterator[Finding]:
-    """Yield the findings of one program in one or several pieces, each with the prefix of its line numbers."""
+    """Yield the findings of one program, given in `cells`: the source of each, and the prefix of its line numbers."""
     lines: list[str] = []
     body: list[ast.stmt] = []
     for prefix, source in cells:
@@ -376,12 +378,12 @@ class Uses(ast.NodeVisitor):
         return self._names.of(node, self._scope) if isinstance(node, (ast.Name, ast.Attribute)) else set()
 
     def _report(self, node: ast.AST, names: set[str]) -> bool:
-        """Note down an expression that may stand for `names`; True if one of them is apex's."""
+        """Record an expression that may stand for `names`; return True if one of them is apex's."""
         uses = {name for name in names if _is_apex(name)}
         for used in uses:
             name = inventory.canonical(used)
             row = inventory.find(name)
-            # `amp` may be torch.cuda.amp as well, by another import: a name that apex lacks is meant there.
+            # Another import may bind `amp` to torch.cuda.amp: a name that apex lacks is then torch's.
             if row is not None or (uses == names and not used.startswith("amp_engine.")):
                 self._add(node, name, *_verdict(name, row))
         return bool(uses)
@@ -439,10 +441,10 @@ def render(found: list[Finding], read: int, skipped: Mapping[str, int], is_answe
     """Return the findings as aligned text, a paragraph for each file, and a summary.
 
     Args:
-        found: by file.
-        read: how many files were read.
-        skipped: how many were not, by folder.
-        is_answered: no import of apex waits for a line.
+        found: grouped by file.
+        read: the number of files that were read.
+        skipped: the number of unread files in each folder.
+        is_answered: amp_engine answers each import of apex without further changes.
     """
     where = ", ".join(f"{_count(count, 'file')} in {folder}" for folder, count in skipped.items())
     unread = f"  Not read: {where}; pass a folder to --check to have it read." if skipped else ""

@@ -1,7 +1,7 @@
-"""`python -m amp_engine.apex --fix PATH...` adds one line to each file that imports apex; `--undo` takes them out.
+"""`python -m amp_engine.apex --fix PATH...` adds one line to each file that imports apex; `--undo` removes it.
 
-The line stands at the top level, before the first statement with an import of apex or a test for it. Files are parsed,
-never run; all other bytes stay as they are.
+The line is at the top level, before the first statement that imports apex or tests for it. Files are parsed, never run;
+all other bytes stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BY_HAND = "put `import amp_engine.apex.install` before its first import of apex 
 
 
 class _NotFixedError(Exception):
-    """A file that imports apex and is left as it is; says why."""
+    """Says why a file that imports apex is left as it is."""
 
 
 def main(paths: list[str], *, undo: bool) -> int:
@@ -53,7 +53,7 @@ def main(paths: list[str], *, undo: bool) -> int:
 
 
 def with_line(path: Path, source: bytes) -> bytes:
-    """Return the source of a file with the line; as it is if it imports no apex, or has the line, or one like it."""
+    """Return the source of a file with the line added; unchanged if it imports no apex, or already has such a line."""
     if path.suffix not in (".py", ".ipynb") or not check.mentions(source):
         return source
     if path.suffix == ".ipynb":
@@ -82,12 +82,12 @@ def without_line(source: bytes) -> bytes:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    """Return the number of the line that a statement begins on, its decorators included."""
+    """Return the number of the first line of a statement, decorators included."""
     return min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", ()))])
 
 
 def _check_one_added(before: ast.Module, fixed: bytes) -> None:
-    """Refuse what is not the same program behind one more import: `from __future__` must come first, and docstrings."""
+    """Raise if `fixed` is not the same program with one more import: docstrings and `from __future__` come first."""
     try:
         compile(fixed, "<fixed>", "exec", dont_inherit=True)
         after = ast.parse(fixed)

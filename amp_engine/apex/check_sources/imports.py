@@ -1,4 +1,4 @@
-"""Which statements of a file ask for apex, and which have amp_engine answer."""
+"""Tells which statements of a file import apex or test for it, and which make amp_engine answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BY_STRING = {"import_module", "__import__", "find_spec", "distribution", "versi
 
 
 def asks_for_apex(statement: ast.stmt) -> bool:
-    """True if a statement imports apex, or one of its modules, or asks by a string if it is there."""
+    """True if a statement imports apex or one of its modules, or passes such a name to an import or a test for it."""
     for node in ast.walk(statement):
         match node:
             case ast.Import(names=names) if any(_is_root(alias.name) for alias in names):

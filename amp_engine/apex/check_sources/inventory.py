@@ -1,9 +1,9 @@
-"""The names that apex has, had, or is taken to have, and the answer to each here.
+"""The names that apex has, had, or is believed to have, and how amp_engine answers each.
 
-Names are written as a script would: `apex.amp.scale_loss`; `optimizer.` stands for any object, in front of what
-`amp.initialize` adds to it; `f(keyword=)` is a keyword of `f`; a last `*` is any ending; indices are left out, so
-that `amp._amp_state.loss_scalers[0]._loss_scale` is `apex.amp._amp_state.loss_scalers._loss_scale`. Of the
-private parts of apex, the names are here that scripts were seen to use.
+Names are written as in scripts: `apex.amp.scale_loss`. `optimizer.` stands for any object, before an attribute that
+`amp.initialize` adds to it; `f(keyword=)` is a keyword of `f`; a trailing `*` matches any ending. Indices are left out:
+`amp._amp_state.loss_scalers[0]._loss_scale` is `apex.amp._amp_state.loss_scalers._loss_scale`. Of apex's private names,
+the table has those that scripts were seen to use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Row:
         name: apex's.
         verdict: "served" does what it did in apex; "different" is there, and differs as `text` says; "missing" is not
             there, nor is any name below it, and `text` says what to write.
-        text: empty for what is served.
+        text: empty for served names.
     """
 
     name: str
@@ -36,7 +36,7 @@ _PUBLIC = """
     register_promote_function scale_loss disable_casts initialize state_dict load_state_dict master_params
 """
 
-# A package, a module or an object, and the names in it; it is served itself, too, but for "optimizer".
+# Maps a package, a module or an object to the names in it. Each key but "optimizer" is served itself, too.
 SERVED: dict[str, str] = {
     "apex": "",
     "apex.amp": f"{_PUBLIC} __version__",
@@ -119,7 +119,7 @@ SERVED: dict[str, str] = {
     "apex.fused_dense.fused_dense": "FusedDense FusedDenseGeluDense",
 }
 
-# A name, and the difference.
+# Maps a name to the difference.
 DIFFERENT = {
     "apex.DeprecatedFeatureWarning": "never warned with: nothing is deprecated here",
     "apex.amp._amp_state.allow_incoming_model_not_fp32": (
@@ -130,7 +130,7 @@ DIFFERENT = {
     ),
 }
 
-# One name or several, and what to write.
+# Maps one name or several to what to write.
 MISSING = {
     "apex.amp.wrap": "write half_function, float_function or promote_function of apex.amp",
     "apex.amp.initialize(combine_grad=)": (
@@ -209,11 +209,11 @@ def _rows() -> Iterator[Row]:
 
 TABLE: tuple[Row, ...] = tuple(_rows())
 ROWS: dict[str, Row] = {row.name: row for row in TABLE}
-# The first parts of names that are apex's, wherever they stand.
+# The first parts of apex's names.
 ROOTS = frozenset(name.split(".")[0] for name in ROWS) - {"optimizer"}
-# Attributes that only an optimizer of amp has.
+# Attributes that only optimizers have, after `amp.initialize`.
 ADDED = frozenset(name.split(".")[1] for name in ROWS if name.startswith("optimizer."))
-# Two names of one thing. The left one is a script's, the right one has the rows.
+# Maps a name that scripts use to another name of the same object, which has the rows.
 ALIASES = {
     "amp_engine.apex.amp_C": "amp_C",
     "amp_engine.apex.apex_C": "apex_C",
@@ -245,9 +245,9 @@ def canonical(name: str) -> str:
 
 
 def find(name: str) -> Row | None:
-    """Return the row for canonical `name`: its own, or that of the closest part that stands for all names below it.
+    """Return the row for canonical `name`: its own, or that of the closest parent that stands for all names below it.
 
-    None where apex has other names in its place, or none at all.
+    Returns None if the parent has rows for its members but not for this one, or if there is no such parent.
     """
     if name in ROWS:
         return ROWS[name]
@@ -262,7 +262,7 @@ def find(name: str) -> Row | None:
 
 
 def has_members(name: str) -> bool:
-    """True for a package, a module or a state object: one with rows for its members."""
+    """True if the members of `name` have rows: for a package, a module or a state object."""
     return name in _CHILDREN
 
 
@@ -279,9 +279,9 @@ def similar(name: str) -> str | None:
 
 
 def resolve(name: str) -> Any:
-    """Return the object behind a served name; of a list, its first element.
+    """Return the object behind a served name; for a list, its first element.
 
-    Raises ImportError or AttributeError where there is none.
+    Raises ImportError or AttributeError if there is none.
     """
     root, _, rest = name.partition(".")
     parent, _, last = name.rpartition(".")

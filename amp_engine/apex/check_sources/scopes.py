@@ -1,7 +1,7 @@
 """The dotted names that the expressions of a file stand for, read from its imports, assignments and scopes.
 
-Order is not followed: a name stands for everything that it is bound to anywhere in its scope, so that both halves of
-`try: from apex import amp` and `except ImportError: from torch.cuda import amp` are seen.
+The order of statements is ignored: a name stands for everything that it is bound to anywhere in its scope, so that both
+halves of `try: from apex import amp` and `except ImportError: from torch.cuda import amp` count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from amp_engine.apex.check_sources import inventory
 UNKNOWN = "?"
 IMPORTS_BY_NAME = {"__import__", "importlib.__import__", "importlib.import_module"}
 
-# A dotted name, or an expression that tells more, and the scope it stands in.
+# A dotted name; or an expression to resolve, with its scope.
 Binding: TypeAlias = "str | tuple[ast.expr, Scope]"
 
 
@@ -29,7 +29,7 @@ class Scope:
     elsewhere: dict[str, Scope] = field(default_factory=dict)  # names declared `global` or `nonlocal`
 
     def bind(self, name: str, *bindings: Binding) -> None:
-        """Add bindings of `name`. Without any the name is taken, by a value that has no attributes of interest."""
+        """Add bindings of `name`. Without any, `name` is bound to a value that has no attributes of interest."""
         self.elsewhere.get(name, self).names.setdefault(name, []).extend(bindings)
 
     def owner(self, name: str) -> Scope | None:
@@ -42,7 +42,7 @@ class Scope:
         return None
 
     def own_class(self) -> Scope | None:
-        """Return the innermost class around."""
+        """Return the innermost enclosing class."""
         scope: Scope | None = self
         while scope is not None and not scope.is_class:
             scope = scope.parent
@@ -87,7 +87,7 @@ class Names(ast.NodeVisitor):
     def _bound(self, owner: Scope, name: str) -> set[str]:
         key = owner, name
         if key not in self._resolved:
-            self._resolved[key] = set()  # while it is looked for: `amp = amp` adds nothing
+            self._resolved[key] = set()  # ends the recursion at `amp = amp`
             bindings = owner.names[name]
             self._resolved[key] = set().union(*({b} if isinstance(b, str) else self.of(*b) for b in bindings))
         return self._resolved[key]
@@ -99,7 +99,7 @@ class Names(ast.NodeVisitor):
             self._scope.bind(alias.asname or first, alias.name if alias.asname else first)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Bind the imported names. A relative import is of the project's own files, even of one called apex."""
+        """Bind the imported names. A relative import is of the project's own files, even if one is called apex."""
         for alias in node.names:
             if node.level:
                 self._scope.bind(alias.asname or alias.name, UNKNOWN)
@@ -110,11 +110,11 @@ class Names(ast.NodeVisitor):
                 self._scope.bind(alias.asname or alias.name, f"{node.module}.{alias.name}")
 
     def visit_Global(self, node: ast.Global) -> None:
-        """Send bindings to the module."""
+        """Let the module's scope bind the names."""
         self._scope.elsewhere.update(dict.fromkeys(node.names, self._module))
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
-        """Send bindings to the function around."""
+        """Let the enclosing function that has the names bind them."""
         for name in node.names:
             self._scope.elsewhere[name] = (self._scope.parent or self._scope).owner(name) or self._scope
 
@@ -133,7 +133,7 @@ class Names(ast.NodeVisitor):
     visit_NamedExpr = visit_AnnAssign  # noqa: N815 - ast's name
 
     def visit_For(self, node: ast.For) -> None:
-        """Bind the target to an element, whose name is that of the list."""
+        """Bind the target to an element, which has the name of the list."""
         self._bind(node.target, node.iter)
         for part in (node.iter, *node.body, *node.orelse):
             self.visit(part)
@@ -148,14 +148,14 @@ class Names(ast.NodeVisitor):
         self._scope.bind(node.arg, UNKNOWN)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
-        """Bind the name and enter what it names."""
+        """Bind the name and visit the definition in a scope of its own."""
         self._scope.bind(node.name, UNKNOWN)
         self._enter(node)
 
     visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef  # noqa: N815 - ast's names
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """Enter it."""
+        """Visit the function in a scope of its own."""
         self._enter(node)
 
     def _enter(self, node: ast.AST) -> None:

@@ -1,6 +1,6 @@
-"""Patterns around `amp` that went wrong under apex, or that are different here: notes, not verdicts.
+"""Notes (not verdicts) on patterns around `amp` that went wrong under apex, or that are different here.
 
-A note is given only where one file tells enough.
+A note is given only if one file is enough to decide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Traps:
     """The notes on one file.
 
     Args:
-        calls: of the file, each with the dotted name of the function.
+        calls: the calls in the file, each with the dotted name of the called function.
     """
 
     def __init__(self, tree: ast.Module, calls: Mapping[ast.Call, str]) -> None:
@@ -60,7 +60,7 @@ class Traps:
         return [call for call, name in self._calls.items() if name in names]
 
     def _objects(self, calls: list[ast.Call], index: int, keyword: str) -> set[str]:
-        """Return the source of each object passed as this argument, or assigned from that place of a result."""
+        """Return the source of each object that `calls` pass as this argument, or `initialize` returns at `index`."""
         passed = {ast.unparse(o) for call in calls for o in _elements(_argument(call, index, keyword))}
         results = (self._assigned.get(call, []) for call in self._initialize)
         return passed | {ast.unparse(parts[index]) for parts in results if len(parts) == 2}
@@ -107,7 +107,7 @@ class Traps:
 
     def _binary_cross_entropies(self) -> Iterator[tuple[ast.Call, str]]:
         allowed = any(keyword.arg in ("allow_banned", None) for call in self._initialize for keyword in call.keywords)
-        # Scripts that keep BCELoss at O1 run the sigmoid before it in FP32, as apex's message told them to.
+        # Scripts that keep BCELoss at O1 run the sigmoid before it in FP32, as apex's message recommended.
         if allowed or self._calls_of(f"{_AMP}register_float_function") or not self._levels & {"O1", None}:
             return
         for call in self._calls_of(*_BINARY_CROSS_ENTROPIES):
@@ -143,14 +143,14 @@ class Traps:
 
 
 def _argument(call: ast.Call, index: int, name: str) -> ast.expr | None:
-    """Return the argument that a call passes by place or by name."""
+    """Return the argument that a call passes by position or by keyword."""
     if len(call.args) > index:
         return call.args[index]
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
 def _elements(node: ast.expr | None) -> list[ast.expr]:
-    """Return the elements of a list or tuple, or the one expression."""
+    """Return the elements of a list or tuple; any other expression is its own only element."""
     if node is None:
         return []
     return node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]
@@ -176,7 +176,7 @@ def _owners(node: ast.expr) -> Iterator[str]:
 
 
 def _is_cast(node: ast.expr) -> bool:
-    """True if an operand is given another type where it stands."""
+    """True if an operand contains a cast."""
     return any(
         isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and child.func.attr in _CASTS
         for child in ast.walk(node)
@@ -213,7 +213,7 @@ def _run_by(statement: ast.AST) -> set[ast.Call]:
 
 
 def _leaves(statement: ast.AST) -> bool:
-    """True if the statements that follow are its other branch: `if amp: ...; return`."""
+    """True for an `if` with a jump at its end; the statements after it are its other branch: `if amp: ...; return`."""
     return isinstance(statement, ast.If) and isinstance(
         statement.body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break)
     )

@@ -1,6 +1,6 @@
 """Installs amp_engine's finder in a child process, then runs the sitecustomize that this one hides.
 
-Found through PYTHONPATH by every Python that is started under it, older ones too: nothing newer than Python 3.6 here.
+Every Python that is started with this PYTHONPATH runs it, older versions too, so it needs nothing after Python 3.6.
 """
 
 import os

@@ -1,14 +1,14 @@
 # Each command works from a bare clone: it makes .venv, installs into it, and runs.
 #   PYTHON=python3.12 make test         another interpreter for .venv
 #   make test ARGS="-k resume"          arguments for pytest, for the demo, or names of clients
-#   make test ARGS="--cases values"     fewer cases yet: each value of each parameter once; with one, a case of each test
-#   make stress ROUNDS=2000             how often; under the sanitizers: make sanitize TESTS=tests/stress/threads.py ROUNDS=200
-#   make test WORKERS=8                 how many test files are run side by side; each takes about a core and 1 GB
+#   make test ARGS="--cases values"     even fewer cases: each value of each parameter once; "--cases one": one per test
+#   make stress ROUNDS=2000             repetitions; under the sanitizers: make sanitize TESTS=tests/stress/threads.py ROUNDS=200
+#   make test WORKERS=8                 number of test files that run in parallel; each takes about a core and 1 GB
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   make gpu PYTHON=python3             no .venv: that Python's packages as they are, without a network
-#   make gpu PART=A COMMIT=$(git rev-parse HEAD) ARGS="--only build,host"   where there is no .git; some of the stages
+#   make gpu PART=A COMMIT=$(git rev-parse HEAD) ARGS="--only build,host"   without a .git; some of the stages
 #   AMP_ENGINE_BUILD=none make test     what to compile: none, cpu or cuda (docs/installing.md)
-#   make dist PYTHON=python3.12         the wheel is for that Python; once for each
+#   make dist PYTHON=python3.12         a wheel for that Python; run it once for each Python
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -17,13 +17,13 @@ INSTALLED := .venv/.installed$(AMP_ENGINE_BUILD:%=-%)
 NATIVE := setup.py toolchain.py amp_engine/kernels/sources.py $(shell find csrc)
 CUDA_TORCH ?= torch==2.14.1
 WORKERS ?= 2
-# In the order of tests/conftest.py: by itself xdist starts with the files of the most tests, not of the slowest.
-# A worker that a test killed ends the run: the next one would be given the same test first.
+# --no-loadscope-reorder keeps the order of tests/conftest.py: xdist would start with the files that have the most tests,
+# not with the slowest files. A worker that a test killed ends the run: a new worker would get the same test first.
 PYTEST = python -m pytest --cases pairs -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
 export OMP_WAIT_POLICY ?= PASSIVE
-# Bytecode is kept in any case, of the tests too: otherwise each worker compiles all of it again.
+# Python always writes bytecode, of the tests too: otherwise each worker compiles all of it again.
 export PYTHONDONTWRITEBYTECODE :=
 
 SHELL := /bin/bash
@@ -45,7 +45,7 @@ test-all: $(INSTALLED)  ## run the tests in all cases, before a release
 fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTorch; ARGS="--sequences 20000 --seed 0 --minutes 60"
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
-# By name, since `make test` is not to find them.
+# Named here, since `make test` must not collect these files.
 STRESS := tests/stress/threads.py tests/stress/forks.py tests/stress/checkpoints.py
 stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times, in runs that are killed, KILLS=200, and in 200 steps of ranks
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 $(STRESS) $(ARGS)
@@ -65,11 +65,11 @@ evidence: $(INSTALLED)  ## train 4 small models from 10 seeds at each level, com
 clients: $(INSTALLED)  ## train through programs that call apex, unmodified, and amp_engine.integrations, in build/clients
 	$(BIN)/python -m tests.clients.run --torch "$(TORCH)" $(ARGS)
 
-# mkdocs-material prints that a mkdocs 2 may come: nothing to act on.
+# mkdocs-material would print that a mkdocs 2 may come, which needs no action.
 site: $(INSTALLED)  ## the docs as a website, in build/site/index.html; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --config-file .ci/site/mkdocs.yml
 
-# One for each minor version, oldest first: the wheel fits all releases of each.
+# One release of each minor version, oldest first: the wheel fits all releases of each minor version.
 DIST_TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1
 dist: export AMP_ENGINE_BUILD := $(or $(AMP_ENGINE_BUILD),cpu)
 dist:  ## for a release, half an hour: the sdist and a wheel for all of DIST_TORCHES, tried on the first and the last, in dist; AMP_ENGINE_BUILD=cuda where nvcc is
@@ -85,7 +85,7 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
 
-# Another build has a tree of its own, so that it leaves the extension of this one alone.
+# Other builds use a copy of the tree, so that they do not replace its extension.
 TREE := $(filter-out build dist %.egg-info,$(wildcard * .ci .github))
 COPY = mkdir -p build/$@ && cd build/$@ && rm -rf $(TREE) && cp -a $(addprefix ../../,$(TREE)) . && rm -f amp_engine/_C.*
 FLAGS := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fno-wrapv
@@ -113,7 +113,7 @@ endif
 gpu:  ## on a machine with a GPU: test and measure, PART=A, B, C or D, each within ten minutes; reports to OUT or build/gpu. GPU=simulator: tried out on the CPU
 	$(GPU_PYTHON) -m tests.gpu_run --out $(or $(OUT),build/gpu) $(PART:%=--part %) $(if $(filter simulator,$(GPU)),--simulate) $(ARGS)
 
-# Where torch, Python, GPU or sources differ, `make gpu` compiles.
+# If torch, Python, GPU or sources differ from these, `make gpu` compiles.
 CARRY_PYTHON ?= python3.12
 CARRY_TORCH ?= torch==2.11.0
 CARRY_GPU ?= 9.0
@@ -125,7 +125,8 @@ gpu-carry:  ## where nvcc is: compile, in place, for make gpu on another machine
 clean:  ## remove what the commands made
 	rm -rf .venv .venv-cuda build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
 
-# A venv that was moved or half made has no working python: it is made again. Pip hides why something was not compiled.
+# A venv that was moved or half made has no working python and is made again. Pip hides why something was not compiled,
+# so `info` prints it.
 $(INSTALLED): pyproject.toml $(NATIVE)
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	rm -f .venv/.installed*

@@ -1,8 +1,8 @@
 """Builds amp_engine._C, the compiled kernels: with CUDA where nvcc fits the installed torch, else for the CPU.
 
-AMP_ENGINE_BUILD=none|cpu|cuda forces one of the three; what is impossible is then an error. Otherwise no failure stops
-the install: it goes on with less, down to plain PyTorch. What was built, and why not more, is written beside the
-extension as JSON, for `python -m amp_engine info`.
+AMP_ENGINE_BUILD=none|cpu|cuda forces one of the three, and fails if that is impossible. Otherwise no failure stops the
+install: it builds less, down to plain PyTorch. A JSON file beside the extension says what was built, and why not more;
+`python -m amp_engine info` prints it.
 """
 
 import importlib
@@ -24,14 +24,14 @@ from toolchain import best_mode, find_compiler, find_toolkit, find_torch, plan  
 NAME = "amp_engine._C"
 SUFFIXES = (".cpp", ".cu")
 # Linked without -fopenmp: its symbols are found in the libgomp that torch has loaded, so that there is one thread pool.
-# A level of optimization in CFLAGS wins.
+# An optimization level in CFLAGS replaces -O3.
 CXX = "" if "-O" in os.environ.get("CFLAGS", "") else "-O3 "
 CXX += "-g1 -std=c++20 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
 NVCC = "-O3 -std=c++20 -fmad=false -Xcompiler=-ffp-contract=off,-fvisibility=hidden"
 
 
 def index_page():
-    """README.md for a package index, where its links into the repository lead nowhere: their text, without pictures."""
+    """README.md for a package index: without pictures, and only the text of links into the repository."""
     text = re.sub(r"^!\[.*\n\n?", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
 
@@ -52,12 +52,12 @@ def extension(mode):
 
 
 def sources():
-    """The digest of csrc, by which an import notices that the kernels are not of these sources."""
+    """The digest of csrc, which an import compares to notice kernels that were built from other sources."""
     return runpy.run_path(str(ROOT / "amp_engine/kernels/sources.py"))["digest"](ROOT / "csrc")
 
 
 def build_tag(mode, torch):
-    """What the file name of a wheel says of its kernels, such as "1cpu.torch2.13.0"; "" without kernels."""
+    """The build tag in the file name of a wheel, such as "1cpu.torch2.13.0"; "" without kernels."""
     if mode == "none":
         return ""
     kind = "cpu" if mode == "cpu" else f"cu{torch.version.cuda.replace('.', '')}"
@@ -65,9 +65,9 @@ def build_tag(mode, torch):
 
 
 class NamedWheel(bdist_wheel):
-    """A wheel with kernels has a build tag, one without fits every Python: neither is taken for the other.
+    """Gives a wheel with kernels a build tag; a wheel without kernels fits every Python and has none.
 
-    Only a build tag can: a local version is part of the metadata, which pip asks for before anything is compiled.
+    A local version cannot tell them apart: it is in the metadata, which pip reads before anything is compiled.
     """
 
     def get_tag(self):
@@ -83,7 +83,7 @@ def build_command(torch, toolkit, modes, why):
         os.environ["CUDA_HOME"] = toolkit.home
     if torch:
         os.environ["PATH"] += (
-            f"{os.pathsep}{Path(sys.executable).parent}"  # ninja, in an environment that is not active
+            f"{os.pathsep}{Path(sys.executable).parent}"  # has ninja, if the environment is not activated
         )
         if not torch.cuda.is_available():
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")

@@ -1,4 +1,4 @@
-"""What can be built here: for setup.py, which installs less rather than nothing."""
+"""Finds out which kernels can be built here, for setup.py, which installs less rather than nothing."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def find_compiler() -> str | None:
 
 
 def find_toolkit() -> Toolkit | None:
-    """The CUDA toolkit. The nvcc on the PATH may be a script outside of it, so the headers decide."""
+    """The CUDA toolkit. The nvcc on the PATH may be a script outside of the toolkit, so the headers decide."""
     nvcc = Path(os.path.realpath(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"))
     for home in (os.environ.get("CUDA_HOME"), str(nvcc.parent.parent), "/usr/local/cuda"):
         if home and Path(home, "bin/nvcc").exists() and Path(home, "include/cuda_runtime_api.h").exists():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """`_amp_state.handle`, and what `amp.init()` returns: the function casts of the engine."""
+    """The object of `_amp_state.handle` and of `amp.init()`: the function casts of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -58,18 +58,18 @@ class Handle:
         return self._casts is not None and self._casts.verbose
 
     def remove_cache(self, param: nn.Parameter) -> None:
-        """Have weights, `param` among them, be cast anew: a write to one is noticed without this."""
+        """Discard the cached casts of all weights; writes to a weight are noticed without this call."""
         self._engine.function_casts.after_backward()
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """`optimizer` with `scale_loss`, and a dynamic scaler for each of `num_loss` losses.
+        """Wrap `optimizer`, to give it `scale_loss` and a dynamic scaler for each of `num_loss` losses.
 
         Raises AmpStateError or AmpTypeError for an optimizer that `amp.initialize` would not take.
         """
         return OptimWrapper(optimizer, self._engine, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Raises AmpStateError, as in apex: it never knew which scaler to use."""
+        """Raises AmpStateError, as in apex: a handle does not know which scaler to use."""
         raise AmpStateError(
             "The old Amp API is no longer supported.  Please move to the new API, model, optimizer = "
             "amp.initialize(model, optimizer) and `with amp.scale_loss(loss, optimizer) as scaled_loss`; or call "
@@ -95,15 +95,15 @@ class NoOpHandle:
     verbose = False
 
     def is_active(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """`optimizer` with a `scale_loss` that scales nothing."""
+        """Wrap `optimizer`, to give it a `scale_loss` that scales nothing."""
         return OptimWrapper(optimizer, None, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """A context that gives `loss` itself."""
+        """A context that yields `loss` itself."""
         return nullcontext(loss)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
@@ -127,9 +127,9 @@ class OptimWrapper:
         optimizer.step()
 
     Args:
-        optimizer: of FP32 parameters; `amp.close()` gives it back.
+        optimizer: of FP32 parameters; the engine handles it until `amp.close()`.
         engine: with function casts on; None scales nothing.
-        num_loss: how many losses there are between two steps; the n-th has the n-th scaler.
+        num_loss: the number of losses between two steps; the n-th loss has the n-th scaler.
     """
 
     _optimizer: Optimizer
@@ -151,9 +151,9 @@ class OptimWrapper:
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield `loss.float() * scale`; on exit unscale, add to what earlier losses left, and adjust the scale.
+        """Yield `loss.float() * scale`; on exit unscale gradients, add those of earlier losses, and adjust the scale.
 
-        Yields the loss itself while no function is cast. If the body raises, gradients are put back as they were at
+        Yields the loss itself while no function is cast. If the body raises, gradients get the values that they had at
         the entry. Raises AmpIndexError if there were `num_loss` losses since the last step. No host sync.
         """
         engine, casts, stepped = self._engine, self._active_casts(), self._stepped
@@ -172,9 +172,9 @@ class OptimWrapper:
         self._losses += 1
 
     def step(self, closure: Any = None) -> Any:
-        """The optimizer's step, with casts off; nothing if one of the losses overflowed, which prints a line.
+        """Step the optimizer, with casts off; if one of the losses overflowed, print a line and skip the step.
 
-        Raises NotImplementedError for a closure where losses are scaled.
+        Raises NotImplementedError for a closure if losses are scaled.
         """
         if closure is None:
             self._losses = 0
@@ -191,7 +191,7 @@ class OptimWrapper:
         return casts if casts is not None and casts.is_active else None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # of a copy that is being made
+        if name == "_optimizer":  # copy and pickle look attributes up before they are set
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 

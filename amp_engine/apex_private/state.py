@@ -11,10 +11,10 @@ from amp_engine.errors import AmpStateError
 
 
 class AmpState:
-    """An engine, under the names that scripts know of apex's state object.
+    """An engine, under the names of apex's state object.
 
     `opt_properties`, `loss_scalers`, `min_loss_scale` and `max_loss_scale` exist once `initialize` was called,
-    `handle` while functions are cast. All are the engine's own: what is written counts from then on.
+    `handle` while functions are cast. All belong to the engine, so a write applies from then on.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class AmpState:
 
     @property
     def allow_incoming_model_not_fp32(self) -> bool:
-        """True if `initialize` lets half weights without masters through where a level's weights are FP32."""
+        """True if `initialize` accepts half weights without masters where a level's weights are FP32."""
         return self.engine.allow_incoming_model_not_fp32
 
     @allow_incoming_model_not_fp32.setter

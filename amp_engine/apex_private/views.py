@@ -1,4 +1,4 @@
-"""apex's `_amp_state.opt_properties`, as scripts read and write it: views of the one real policy."""
+"""apex's `_amp_state.opt_properties`, as scripts read and write it: views of the engine's policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Draft:
-    """A policy that nothing was initialized with: of `Properties()`, as in apex before `initialize`."""
+    """The policy of a `Properties()` without an engine, as in apex before `initialize`."""
 
     def __init__(self) -> None:
         self.policy: Policy | None = Policy()
@@ -33,7 +33,7 @@ class Options(MutableMapping[str, Any]):
         return self._policy.properties()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Raises AmpStateError, AmpTypeError or AmpValueError for a value that does not fit, or comes too late."""
+        """Raises AmpStateError, AmpTypeError or AmpValueError for a value that does not fit, or is set too late."""
         self._holder.set_policy(self._policy.with_property(name, value))
 
     def __delitem__(self, name: str) -> None:

@@ -1,1 +1,1 @@
-"""Training through other people's loops: a module for each framework, importable where the framework is installed."""
+"""Training in the loops of other frameworks: a module for each, importable if the framework is installed."""

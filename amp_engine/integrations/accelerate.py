@@ -16,19 +16,19 @@ with needs("accelerate"):
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
 
-# Accelerate wraps a model for the others in ways of their own.
+# For the other types Accelerate wraps a model in other ways.
 _TAKEN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 def use(accelerator: Accelerator, opt_level: str = "O1", **options: Any) -> AmpAccelerator:
-    """An Accelerator that trains at `opt_level`, with the state of `accelerator`: use it in place of that one.
+    """Return an Accelerator that trains at `opt_level` and replaces `accelerator`, whose state it has.
 
         accelerator = use(Accelerator(gradient_accumulation_steps=4), opt_level="O2")
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
     Args:
         accelerator: before its first `prepare`, with mixed_precision="no"; one process, or DistributedDataParallel.
-        opt_level, options: as `amp.initialize` takes them, which `prepare` calls with its models and optimizers.
+        opt_level, options: arguments of `amp.initialize`, which `prepare` calls with its models and optimizers.
 
     Raises AmpValueError or AmpStateError for another accelerator.
     """
@@ -49,7 +49,7 @@ def use(accelerator: Accelerator, opt_level: str = "O1", **options: Any) -> AmpA
 
 
 class AmpOptimizer(AcceleratedOptimizer):
-    """AcceleratedOptimizer that unscales before it steps, and tells schedulers and Trainer of skipped steps."""
+    """AcceleratedOptimizer that unscales before it steps, and reports skipped steps to schedulers and Trainer."""
 
     _is_accelerate_prepared = True  # Accelerator.prepare_optimizer takes it as it is
 
@@ -58,7 +58,7 @@ class AmpOptimizer(AcceleratedOptimizer):
         self._grad_scaler = grad_scaler
 
     def step(self, closure: Any = None) -> None:
-        """Step where gradients are synchronized; a step whose gradients overflowed does nothing."""
+        """Step if gradients are synchronized; a step whose gradients overflowed does nothing."""
         if self.gradient_state.sync_gradients:
             self._grad_scaler.unscale_(self.optimizer)
         super().step(closure)
@@ -82,7 +82,7 @@ class AmpAccelerator(Accelerator):
         """Initialize models and optimizers, if there are optimizers, and prepare everything; see Accelerate."""
         models = [one for one in args if isinstance(one, nn.Module)]
         optimizers = [one for one in args if isinstance(one, Optimizer) and not isinstance(one, AmpOptimizer)]
-        if optimizers:  # models alone are to be evaluated
+        if optimizers:  # without optimizers, models are only evaluated
             for model in models if self.device_placement else ():
                 model.to(self.device)
             amp.initialize(models, optimizers, **self._amp_options)
@@ -101,11 +101,11 @@ class AmpAccelerator(Accelerator):
             self.scaler.unscale_(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip what is stepped for `parameters` by its norm, which is returned."""
+        """Clip the gradients that are stepped for `parameters` by their norm, and return the norm."""
         self.unscale_gradients()
         return amp.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip each element of what is stepped for `parameters`."""
+        """Clip each element of the gradients that are stepped for `parameters`."""
         self.unscale_gradients()
         amp.clip_grad_value_(parameters, clip_value)

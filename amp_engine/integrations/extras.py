@@ -1,4 +1,4 @@
-"""The frameworks are extras: none is installed with the package."""
+"""Imports of frameworks, which are extras: none is installed with the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """For the imports of a framework: an ImportError says how to install it, or that its version is another one."""
+    """A context for the imports of a framework: an ImportError says why they failed and how to install it."""
     try:
         yield
     except ImportError as error:

@@ -21,10 +21,11 @@ with needs("lightning"):
 class AmpPrecision(Precision):
     """Lightning's precision plugin that trains at a level, for automatic and manual optimization.
 
-    It initializes the parts of the LightningModule, since its steps call these, and gives them back after the run.
+    It initializes the parts of the LightningModule, since the module's steps call its parts, and closes amp after the
+    run.
 
     Args:
-        opt_level, options: as `amp.initialize` takes them.
+        opt_level, options: arguments of `amp.initialize`.
     """
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
@@ -33,9 +34,9 @@ class AmpPrecision(Precision):
         self._last: dict[str, Any] = {}  # the loss scale, after a run
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
-        """Initialize what is trained; see Lightning."""
+        """Initialize the parts of the model and the optimizers; see Lightning."""
         if optimizers:
-            # Lightning wraps before it makes optimizers.
+            # Lightning wraps the model before it makes optimizers.
             with amp.rewrap(model) if isinstance(model, DistributedDataParallel) else nullcontext(model) as module:
                 amp.initialize(_called(module), optimizers, **self._options)
         return model, optimizers, lr_schedulers
@@ -56,7 +57,7 @@ class AmpPrecision(Precision):
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Clip what `optimizer` steps; see Lightning."""
+        """Clip the gradients that `optimizer` steps; see Lightning."""
         if not clip_val or clip_val < 0:
             return
         clip = amp.clip_grad_value_ if gradient_clip_algorithm == "value" else amp.clip_grad_norm_
@@ -68,7 +69,7 @@ class AmpPrecision(Precision):
         return amp.master_params(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, also of a run that is over."""
+        """The loss scale, also after the run."""
         return self._last if amp.current_engine() is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -77,8 +78,8 @@ class AmpPrecision(Precision):
             self.scaler.load_state_dict(state_dict)
 
     def teardown(self) -> None:
-        """Give the parts back in their own types."""
-        self.scaler.update()  # after an error in a backward its body is open
+        """Close amp, which gives the parts their own types again."""
+        self.scaler.update()  # leaves a `scale_loss` that an error in a backward left open
         self._last = self.state_dict()
         amp.close()
 

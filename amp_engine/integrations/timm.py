@@ -21,7 +21,7 @@ class AmpScaler(NativeScaler):
     """timm's loss scaler for a model and an optimizer that `amp.initialize` took, at any level.
 
     Args:
-        device: is ignored; it is there since NativeScaler has it.
+        device: ignored; NativeScaler takes it.
     """
 
     def __init__(self, device: Any = None) -> None:
@@ -37,7 +37,7 @@ class AmpScaler(NativeScaler):
         create_graph: bool = False,
         need_update: bool = True,
     ) -> None:
-        """Run the backward; with `need_update` clip what is stepped for `parameters`, and step, or skip."""
+        """Run the backward; with `need_update` clip the gradients stepped for `parameters`, and step, or skip."""
         self._scaler.scale(loss).backward(create_graph=create_graph)
         if not need_update:
             return

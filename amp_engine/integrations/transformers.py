@@ -20,15 +20,15 @@ _CASTS_BY_ITSELF = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval")
 class AmpTrainerMixin:
     """Trains a Trainer, or a subclass, at a level: `class Mine(AmpTrainerMixin, Seq2SeqTrainer): pass`.
 
-    What it saves is FP32, so that training resumes exactly; `from_pretrained` loads it in the type that the model had
-    before training.
+    It saves FP32, so that training resumes exactly; `from_pretrained` loads the type that the model had before
+    training.
 
     Args:
         args, kwargs: of the Trainer.
-        opt_level: as `amp.initialize` takes it.
+        opt_level: the level, as in `amp.initialize`.
         amp_options: further arguments of `amp.initialize`.
 
-    Raises AmpValueError if TrainingArguments ask for a precision as well.
+    Raises AmpValueError if TrainingArguments ask for a precision too.
     """
 
     accelerator: Any
@@ -39,7 +39,7 @@ class AmpTrainerMixin:
         self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self._amp_options = {"opt_level": opt_level, **(amp_options or {})}
-        self._arrived: tuple[Any, torch.dtype | None] = (None, None)  # the model to train, and its type before
+        self._arrived: tuple[Any, torch.dtype | None] = (None, None)  # the model, and its type before training
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -69,7 +69,7 @@ class AmpTrainerMixin:
         model, dtype = self._arrived
         is_cast = model is self.model and dtype is not None and model.dtype != dtype
         if is_cast and state_dict is None:
-            state_dict = amp.export_state_dict(model, torch.float32)  # tied weights once
+            state_dict = amp.export_state_dict(model, torch.float32)  # has tied weights once
         super()._save(output_dir, state_dict)  # type: ignore[misc]
         if is_cast and self.args.should_save:  # the config has the type of the cast model now
             model.config.update({"dtype": str(dtype).removeprefix("torch.")})

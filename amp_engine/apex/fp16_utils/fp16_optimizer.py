@@ -33,9 +33,9 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         optimizer.step()
 
     It replaces each float16 or bfloat16 parameter that requires a gradient by its master in the groups and the state of
-    `init_optimizer`; one that requires a gradient only later gets its master at the next `backward`. Masters follow
-    writes to half weights (`model.load_state_dict`), except writes to `.data`. Pass `optimizer.optimizer` to learning
-    rate schedulers.
+    `init_optimizer`; a parameter that requires a gradient only later gets its master at the next `backward`. Masters
+    follow writes to half weights (`model.load_state_dict`), except writes to `.data`. Pass `optimizer.optimizer` to
+    learning rate schedulers.
 
     Args:
         init_optimizer: any optimizer that was not passed through `amp.initialize`.
@@ -83,13 +83,13 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self.fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
-        # The result of the last check, until the loss scaler was told of it.
+        # The result of the last check, until `_adjust_scale` passes it to the loss scaler.
         self._found_inf: HostNumbers | None = None
         # Gradients of float32 parameters that are unscaled in place.
         self._unscaled: list[Tensor] = []
         self._is_static_reported = False
         self._adopt_params()
-        # Of the half weights, as of our last write.
+        # Stamps of the half weights after our last write.
         self._stamps = list(map(kernels.stamp, self._half_params()))
         self._reporter.say(
             "Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon.  So it was in apex; here "
@@ -152,7 +152,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         Returns:
             The result of `optimizer.step`; None for a skipped step.
 
-        Raises AmpStateError if a closure overflows at a scale that falls no more.
+        Raises AmpStateError if a closure overflows at a scale that can fall no further.
         """
         if closure is not None:
             return self._step_with(closure)
@@ -173,7 +173,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
                 param.grad = None
             elif param.grad is not None:
                 if param.grad.grad_fn is not None:
-                    param.grad.detach_()  # which views, such as those of DDP's buckets, refuse
+                    param.grad.detach_()  # views, such as those of DDP's buckets, refuse this
                 param.grad.zero_()
         self._unscaled = []
 
@@ -181,7 +181,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         """Clip the unscaled gradients of masters and float32 parameters by their common norm.
 
         Returns:
-            The norm before, of shape []; -1 if they overflowed, and then nothing is clipped.
+            The norm before clipping, of shape []; -1 if the gradients overflowed, and then nothing is clipped.
         """
         if self.overflow:
             return -1
@@ -283,7 +283,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         return LossScaler(loss_scale, **arguments)  # type: ignore[arg-type]
 
     def _loaded_scaler(self, saved: Any, is_dynamic: bool) -> LossScaler:
-        if isinstance(saved, LossScaler):  # what a pickled scaler of apex becomes: it keeps its own bounds
+        if isinstance(saved, LossScaler):  # a pickled scaler of apex becomes a LossScaler with its own bounds
             return copy.deepcopy(saved)
         loss_scale, unskipped = _scale_of(saved)
         scaler = self._scaler("dynamic" if is_dynamic else loss_scale)
@@ -291,7 +291,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         return scaler
 
     def _adopt_params(self) -> None:
-        """Give every half parameter that requires a gradient, and has none yet, a master in its place."""
+        """Replace each half parameter that requires a gradient and has no master yet by a new master."""
         groups = self.optimizer.param_groups
         known = {id(p) for group in chain(self.fp32_from_fp16_groups, self.fp32_from_fp32_groups) for p in group}
         fresh = [
@@ -324,7 +324,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
 
     @torch.no_grad()
     def _adopt_values(self) -> None:
-        """Where a half weight is no longer its master, rounded, copy it into the master."""
+        """Copy each half weight that is no longer its rounded master into the master."""
         params = self._half_params()
         stamps = list(map(kernels.stamp, params))
         if stamps != self._stamps:
@@ -359,7 +359,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self._unscaled = []
 
     def _adjust_scale(self) -> None:
-        """Tell the scaler of the last check, once."""
+        """Pass the result of the last check to the scaler, once."""
         if self._found_inf is None:
             return
         if self._can_skip:
@@ -380,7 +380,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             if self.first_closure_call_this_step:
                 self.first_closure_call_this_step = False
             else:
-                self._write_back()  # optimizers that call it several times move the masters in between
+                self._write_back()  # optimizers that call it several times step the masters in between
             while True:
                 loss = closure()
                 before = self.loss_scale

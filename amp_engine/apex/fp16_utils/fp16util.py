@@ -1,4 +1,4 @@
-"""Casts of a model by hand, and the way between its gradients and the FP32 masters of its parameters."""
+"""Casts a model by hand, and copies gradients and values between its parameters and FP32 masters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """
     for param in module.parameters(recurse=False):
         if param.is_floating_point() and param.dtype != dtype:
-            # A gradient and its parameter change type one after the other.
+            # torch requires that a gradient has its parameter's type, so it is detached while both change.
             grad, param.grad = param.grad, None
             param.data = param.data.to(dtype)
             if grad is not None:

@@ -11,7 +11,7 @@ from amp_engine import kernels
 
 
 class LossScaler:
-    """A static loss scale, which never looks for overflows."""
+    """A static loss scale, which never checks for overflows."""
 
     def __init__(self, scale: float = 1) -> None:
         self.cur_scale: float = scale
@@ -22,7 +22,7 @@ class LossScaler:
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[nn.Parameter]) -> bool:
-        """Return False: a static scale does not look at gradients."""
+        """Return False: a static scale does not check gradients."""
         del params
         return False
 
@@ -66,9 +66,9 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[nn.Parameter]) -> bool:
-        """Return True if a gradient of `params` holds an inf or a NaN. Waits once a device.
+        """Return True if a gradient of `params` holds an inf or a NaN. Waits once per device.
 
-        It looks at every element: a sum, as apex took it, is infinite for some finite gradients.
+        Tests every element: the sum, which apex tested, is infinite for some finite gradients.
         """
         by_device: dict[torch.device, list[Tensor]] = {}
         for param in params:

@@ -15,7 +15,7 @@ class FusedDense(nn.Linear):
 class FusedDenseGeluDense(nn.Module):
     """Linear, GELU, linear.
 
-    The GELU is the approximation by tanh, as in cuBLASLt's epilogue, which apex ran on.
+    The GELU is the approximation by tanh, as in cuBLASLt's epilogue, which apex used.
 
     Parameters are `weight1` and `weight2` of shapes `(intermediate, in)` and `(out, intermediate)`, `bias1` and `bias2`
     (None without bias), with torch.nn.Linear's initial values. Under O1 and O4 the linear layers run in low precision

@@ -13,14 +13,14 @@ _ACTIVATIONS = ("none", "relu", "sigmoid")
 
 
 class MLP(nn.Module):
-    """Linear layers with the activation behind each of them, also the last.
+    """Linear layers, each followed by the activation, also the last.
 
     Parameters are `weight_0`, `bias_0`, `weight_1`, ..., of torch.nn.Linear's shapes and initial values. Under O1 and
     O4 all layers run in low precision.
 
     Args:
         mlp_sizes: features of the input, then of the output of each layer: `[8, 16, 4]` makes two layers.
-        bias: gives the layers one.
+        bias: gives each layer a bias.
         activation: "relu", "sigmoid" or "none".
 
     Raises AmpValueError for another activation, and for fewer than two sizes.

@@ -1,4 +1,4 @@
-"""`multi_tensor_applier(op, noop_flag, tensor_lists, *args)`: the call shape of `amp_C`'s operations."""
+"""`multi_tensor_applier(op, noop_flag, tensor_lists, *args)`: apex's way to call `amp_C`'s operations."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """`apex.normalization.fused_layer_norm`, on torch's own kernels, which are fused by now.
 
 The modules are torch's LayerNorm and RMSNorm with apex's arguments, so `isinstance` and state_dict agree with torch's.
-In addition input and weights may differ in type. The arithmetic then has the wider type, and the result the type of
-the input, or of the weights where the name begins with Mixed. Under O1 and O4 all of them run in float32 and return
-it, as `F.layer_norm` does.
+In addition, input and weights may differ in type: the arithmetic then has the wider type, and the result the type of
+the input, or of the weights if the name begins with Mixed. Under O1 and O4 all modules and functions run in float32 and
+return float32, as `F.layer_norm` does.
 
-`memory_efficient` is accepted and changes nothing: in apex it chose the tensor that the backward keeps; torch keeps
-the input.
+`memory_efficient` is accepted and has no effect: in apex it chose the tensor that the backward keeps; torch keeps the
+input.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 class _Fused(nn.Module):
-    """The arguments of apex's modules, for the module of torch that is the base behind this one."""
+    """The arguments of apex's modules, for the torch module that follows this class in the bases."""
 
     def __init__(
         self,

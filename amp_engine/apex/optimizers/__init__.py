@@ -1,6 +1,6 @@
 """`apex.optimizers`."""
 
-# apex had it here until 2019, and scripts of that time import it from here.
+# apex had this class here until 2019, and scripts of those years import it from here.
 from amp_engine.apex.fp16_utils import FP16_Optimizer as FP16_Optimizer
 from amp_engine.apex.optimizers.fused_adagrad import FusedAdagrad as FusedAdagrad
 from amp_engine.apex.optimizers.fused_adam import FusedAdam as FusedAdam

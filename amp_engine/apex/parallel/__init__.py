@@ -10,7 +10,7 @@ from amp_engine.apex.parallel.distributed import DistributedDataParallel as Dist
 from amp_engine.apex.parallel.distributed import Reducer as Reducer
 from amp_engine.apex.parallel.distributed import check_process_group
 
-# This import makes the attribute LARC the submodule, and then the class.
+# This import first binds the attribute LARC to the submodule, then to the class.
 from amp_engine.apex.parallel.LARC import LARC as LARC
 from amp_engine.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 from amp_engine.errors import AmpValueError
@@ -29,8 +29,8 @@ __all__ = [
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Replace every batch norm in `module` by a SyncBatchNorm, in place, and return `module`, or its replacement.
 
-    Parameters, buffers and hooks are the same objects as before, so an optimizer built earlier goes on, and so does
-    amp, before or after `amp.initialize`.
+    Parameters, buffers and hooks are the same objects as before, so an optimizer that was built earlier still works,
+    and so does amp, before or after `amp.initialize`.
 
     Args:
         module: a model, or a batch norm.

@@ -55,9 +55,9 @@ def all_reduce_gradients(
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with apex's arguments.
 
-    Parameters and buffers are broadcast from rank 0 when it is built; afterwards buffers are each rank's own, as in
-    apex. Wrap what `amp.initialize` returned. While `disable_allreduce` is in force gradients add up on each rank;
-    under amp do that with `amp.scale_loss(..., delay_unscale=True)`, since masters take over what is not delayed.
+    The constructor broadcasts parameters and buffers from rank 0; afterwards each rank has its own buffers, as in apex.
+    Wrap the model that `amp.initialize` returned. After `disable_allreduce` gradients accumulate on each rank; under
+    amp use `amp.scale_loss(..., delay_unscale=True)` there, since masters take over gradients that are not delayed.
 
     Args:
         module: on the device that it trains on.
@@ -67,9 +67,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average: divide by the number of ranks.
         gradient_predivide_factor: divide by it before the sum, and multiply an average by it afterwards.
         shared_param, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
-            allreduce_communicators, gradient_average_split_factor, prof: taken, and warned of: torch does without.
+            allreduce_communicators, gradient_average_split_factor, prof: ignored with a warning: torch needs none.
 
-    Raises AmpStateError without a process group, AmpTypeError for what is no module, AmpValueError for sizes and
+    Raises AmpStateError without a process group, AmpTypeError for anything but a module, AmpValueError for sizes and
     factors that are not positive.
     """
 
@@ -123,9 +123,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             bucket_cap_mb=_megabytes(module, message_size),
             find_unused_parameters=delay_allreduce,
         )
-        self.broadcast_buffers = False  # by the constructor's argument torch 2.13 warns
+        self.broadcast_buffers = False  # torch 2.13 warns of the constructor's argument
         averaging = Averaging(bool(gradient_average), float(gradient_predivide_factor), bool(allreduce_always_fp32))
-        if averaging != Averaging():  # which is what torch does without a hook, dividing before the sum
+        if averaging != Averaging():  # torch averages like this without a hook, dividing before the sum
             self.register_comm_hook(averaging, all_reduce_gradients)
         self._end_the_group_last()
 
@@ -138,10 +138,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(hook_state, hook)
 
     def _end_the_group_last(self) -> None:
-        # Attributes end in their order. After dist.destroy_process_group(), the reducer of a model that is still there
-        # may hold the group's last reference, and ends it with the GIL held: it waits for Gloo's threads, one of which
-        # may be waiting for the GIL to let go of a tensor (https://github.com/pytorch/pytorch/issues/56297). The Python
-        # object of the group releases the GIL.
+        # Attributes are destroyed in their order. After dist.destroy_process_group(), the reducer of a model that still
+        # exists may hold the group's last reference, and destroys the group with the GIL held: it waits for Gloo's
+        # threads, one of which may wait for the GIL to release a tensor
+        # (https://github.com/pytorch/pytorch/issues/56297). The group's Python object releases the GIL.
         vars(self)["process_group"] = vars(self).pop("process_group")
 
     def disable_allreduce(self) -> None:
@@ -180,7 +180,7 @@ class Reducer:
             flat_dist_call([p.detach() for p in self._module.parameters()], dist.broadcast, (0,))
 
     def reduce(self) -> None:
-        """Average the gradients in place over the ranks; all ranks must lack the same gradients."""
+        """Average the gradients in place over the ranks; the same gradients must be None on all ranks."""
         grads = self._given if self._module is None else [p.grad for p in self._module.parameters()]
         flat_dist_call([grad for grad in grads if grad is not None], dist.all_reduce)
 
@@ -193,8 +193,8 @@ def flat_dist_call(
 
     Args:
         tensors: dense. Masters follow results that are written into `p.data`.
-        call: called as `call(flat, *extra_args)` on all tensors of a type in one. The sums of `all_reduce` are divided
-            by the number of ranks.
+        call: called as `call(flat, *extra_args)` with all tensors of a type in one flat tensor. The sums of
+            `all_reduce` are divided by the number of ranks.
     """
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""`python -m apex.parallel.multiproc script.py args` started a process for each GPU. torchrun does."""
+"""`python -m apex.parallel.multiproc script.py args` started a process for each GPU; torchrun replaces it."""
 
 import sys
 

@@ -15,7 +15,7 @@ from amp_engine.ground.torch_private import BatchNormBase
 class SyncBatchNorm(BatchNormBase):
     """torch's SyncBatchNorm with apex's arguments, and on CPUs too, which torch's does not support.
 
-    It is no subclass of torch's, as in apex: DistributedDataParallel refuses that one on a CPU.
+    As in apex, it is no subclass of torch's, which DistributedDataParallel refuses on a CPU.
 
     Args:
         num_features: channels.
@@ -91,7 +91,7 @@ class SyncBatchNorm(BatchNormBase):
         sums = _Sum.apply(torch.cat([values.sum(others), count]), self.process_group)
         total = sums[-1]
         mean = sums[:-1] / total
-        # In two sums, since E[x^2] - E[x]^2 loses what a large mean leaves of a small variance.
+        # The variance is a second sum, since E[x^2] - E[x]^2 loses a small variance to rounding if the mean is large.
         centered = values - mean.view(shape)
         var = _Sum.apply(centered.square().sum(others), self.process_group) / total
         self._track(mean.detach(), var.detach(), total.detach())

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on the ranks of torchrun, accumulating.
+"""DistributedDataParallel on the ranks of torchrun, with gradient accumulation.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp.py
 """
@@ -22,7 +22,7 @@ torch.manual_seed(0)  # the same weights on every rank, before initialize
 model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-# After the optimizer, since modules of torch that it imports keep a group that is there already.
+# After the optimizer: it imports modules of torch that would keep a reference to an existing group.
 dist.init_process_group("nccl" if cuda else "gloo")
 rank = dist.get_rank()
 model, optimizer = amp.initialize(model, optimizer, opt_level="O2")  # first initialize,
@@ -33,7 +33,7 @@ for step in range(201):
     for i in range(ACCUMULATE):
         x = torch.rand(64, 1, device=device) * 6 - 3
         is_last = i + 1 == ACCUMULATE
-        # Gradients that no_sync leaves for the next reduction must stay scaled, like those that it adds them to.
+        # Gradients that no_sync leaves for the next reduction must stay scaled, as the gradients are that join them.
         with contextlib.nullcontext() if is_last else ddp.no_sync():
             loss = nn.functional.mse_loss(ddp(x), x.sin()) / ACCUMULATE
             with amp.scale_loss(loss, optimizer, delay_unscale=not is_last) as scaled_loss:
@@ -50,5 +50,5 @@ dist.all_gather(others, masters)
 if rank == 0:
     equal = all(torch.equal(masters, other) for other in others)
     print(f"masters of {len(others)} ranks: {'equal' if equal else 'NOT equal'}")
-del ddp  # it keeps the group, too: https://github.com/pytorch/pytorch/issues/56297
+del ddp  # it refers to the group, too: https://github.com/pytorch/pytorch/issues/56297
 dist.destroy_process_group()

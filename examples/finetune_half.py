@@ -3,8 +3,8 @@
     python -m examples.finetune_half --save tuned.pt                      # makes a model to begin with, in base.pt
     python -m examples.finetune_half --checkpoint base.pt --save tuned.pt
 
-A file has `model.state_dict()` in bfloat16, as `from_pretrained` would load it. To stop and go on bit for bit save
-FP32 instead, by amp.save, as examples/train_gpt.py does.
+Each file has `model.state_dict()` in bfloat16, as `from_pretrained` would load it. To stop and resume bit for bit, save
+FP32 with amp.save, as examples/train_gpt.py does.
 """
 
 import argparse
@@ -49,7 +49,7 @@ if options.checkpoint is None:
     torch.save(base.bfloat16().state_dict(), options.checkpoint)
 
 # ---------------------------------------------------------------------------------------------
-# the model arrives in bfloat16: cast nothing before `initialize`, and make the optimizer as usual
+# the model is loaded in bfloat16: cast nothing before `initialize`, and make the optimizer as usual
 
 model = gpt().bfloat16()
 model.load_state_dict(torch.load(options.checkpoint))
@@ -69,7 +69,7 @@ for step in range(options.steps):
         print(f"step {step + 1:4}  mean loss of 20 steps {sum(losses[-20:]) / 20:.4f}")
 
 # ---------------------------------------------------------------------------------------------
-# other programs get bfloat16 again: the masters, rounded once
+# the saved file is bfloat16 again: the masters, rounded once
 
 exported = amp.export_state_dict(model, dtype=torch.bfloat16)
 torch.save(exported, options.save)

@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node 2 examples/float16_for_rl.py     # the trainer in shards, by FSDP2
 
 A small GPT learns to count by a policy gradient; the baseline is the mean reward of the answers to a prompt, as in
-GRPO. The sampler is a copy in the level's type, which goes token by token with a cache; the trainer takes whole
-sequences. Printed for FP32 (O0), bfloat16 (O5) and float16 (O2): mean and largest gap of the sampled tokens, |log p
-of the trainer - log p of the sampler|; the mean reward, 0 to 1, of the first four steps and the last; skipped steps;
-the loss scale. Of several ranks the first prints what it has seen.
+GRPO. The sampler is a copy in the level's type that generates token by token with a cache; the trainer computes whole
+sequences. The program prints, for FP32 (O0), bfloat16 (O5) and float16 (O2): the mean and the largest gap of the
+sampled tokens, |log p of the trainer - log p of the sampler|; the mean reward, 0 to 1, of the first four steps and of
+the last four; skipped steps; the loss scale. Of several ranks the first prints its own numbers.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TYPES = {"O0": torch.float32, "O5": torch.bfloat16, "O2": torch.float16}
 VOCABULARY, LENGTH, WIDTH, HEADS = 12, 12, 64, 4
 PROMPTS, ANSWERS = 8, 8  # per step and rank
 
-rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
+rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 cuda = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
 Cache = dict[nn.Module, tuple[Tensor, Tensor]]  # keys and values of each block
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Policy(nn.Module):
-    """Tokens [B, T], from position `start` on, -> log p of what follows each [B, T, VOCABULARY], in FP32."""
+    """Tokens [B, T], from position `start` on, -> log p of the token after each [B, T, VOCABULARY], in FP32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def sample(sampler: Policy) -> tuple[Tensor, Tensor]:
-    """Sequences [B, LENGTH], and log p of all tokens but the prompts, the first of each [B, LENGTH - 1]."""
+    """Sequences [B, LENGTH], and log p of all tokens but the first of each, the prompt [B, LENGTH - 1]."""
     ids = torch.randint(VOCABULARY, (PROMPTS, 1), device=device).repeat_interleave(ANSWERS, dim=0)
     log_ps, cache = [], Cache()
     for position in range(LENGTH - 1):
@@ -101,15 +101,15 @@ def train(level: str) -> None:
     torch.manual_seed(1 + rank)  # other samples on each rank
     gaps, rewards = [], []
     for _ in range(steps):
-        weights = amp.export_state_dict(model, TYPES[level])  # of shards: shards
+        weights = amp.export_state_dict(model, TYPES[level])  # a sharded model gives shards
         sampler.load_state_dict({n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()})
         ids, sampler_log_p = sample(sampler)
-        reward = (ids[:, 1:] == (ids[:, :-1] + 1) % VOCABULARY).float().mean(1)  # the share of tokens that count on
+        reward = (ids[:, 1:] == (ids[:, :-1] + 1) % VOCABULARY).float().mean(1)  # share of tokens that count up
         answers = reward.view(PROMPTS, ANSWERS)
         advantage = (answers - answers.mean(1, keepdim=True)).view(-1, 1)
 
         log_p = model(ids[:, :-1]).gather(2, ids[:, 1:, None]).squeeze(2)
-        ratio = (log_p - sampler_log_p).exp()  # 1, but for the gap
+        ratio = (log_p - sampler_log_p).exp()  # 1 if there were no gap
         with amp.scale_loss(-(ratio * advantage).mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         amp.clip_grad_norm_(optimizer, max_norm=1.0)

@@ -1,8 +1,8 @@
 """A training script of the apex years, unchanged but for one line.
 
 The line is the import: it was ``from apex import amp``. The command line flags, the printed banner,
-the clipping of master parameters, the ``'amp'`` entry of the checkpoint and the order in which
-things are loaded are those that such scripts have.
+the clipping of master parameters, the ``'amp'`` entry of the checkpoint and the order of loading
+are as in such scripts.
 
     python examples/from_apex.py --opt-level O2 --loss-scale 128.0
     python examples/from_apex.py --opt-level O1 --epochs 4 --resume checkpoint.pt

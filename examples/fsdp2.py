@@ -77,7 +77,7 @@ def whole(model: nn.Module) -> Tensor:
 model, optimizer = start(seed=0)
 train(model, optimizer, 0, 101)
 
-# A checkpoint in shards, which any number of ranks can read, and another run that goes on from it.
+# Saves a checkpoint in shards, which any number of ranks can read, and continues from it in another run.
 folder = [tempfile.mkdtemp() if rank == 0 else ""]
 dist.broadcast_object_list(folder, 0)
 weights, state = get_state_dict(model, optimizer)
@@ -99,7 +99,7 @@ if rank == 0:
     print(f"parameters of this rank: {sum(p.to_local().numel() for p in shards(model))} of {resumed.numel()}")
 dist.destroy_process_group()
 if not cuda:
-    # Caches of DTensor keep the mesh, and with it threads of Gloo that can abort Python at its end:
+    # Caches of DTensor keep the mesh, and so threads of Gloo that can abort Python at its end:
     # https://github.com/pytorch/pytorch/issues/56297
     sys.stdout.flush()
     os._exit(0)

@@ -74,7 +74,7 @@ def logistic_loss(logits: Tensor, target: float) -> Tensor:
 
 
 for step in range(options.steps):
-    # 1. The discriminator: real points are 1, generated ones 0. Its two backwards add up.
+    # 1. The discriminator: real points are 1, generated points 0. Its two backwards accumulate.
     optimizer_d.zero_grad()
     loss_real = logistic_loss(discriminator(sample_real(options.batch_size)), 1.0)
     with amp.scale_loss(loss_real, optimizer_d, loss_id=0) as scaled_loss:
@@ -86,8 +86,8 @@ for step in range(options.steps):
         scaled_loss.backward()
     optimizer_d.step()
 
-    # 2. The generator: it wants its points taken for real. The backward passes through the
-    #    discriminator too; those gradients are dropped by optimizer_d.zero_grad() above.
+    # 2. The generator: the discriminator should take its points for real. The backward also gives
+    #    the discriminator gradients; optimizer_d.zero_grad() above discards them.
     optimizer_g.zero_grad()
     loss_generator = logistic_loss(discriminator(fake), 1.0)
     with amp.scale_loss(loss_generator, optimizer_g, loss_id=2) as scaled_loss:
@@ -101,7 +101,7 @@ for step in range(options.steps):
         )
 
 # ---------------------------------------------------------------------------------------------
-# how good it is: the distance of generated points to the nearest center, and the centers hit
+# the quality: the distance of generated points to the nearest center, and the centers hit
 
 generator.eval()
 with torch.no_grad(), amp.disable_casts():

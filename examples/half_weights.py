@@ -1,11 +1,11 @@
-"""Half weights lose small updates, FP32 masters keep them: one small GPT, trained three times from the same weights.
+"""Half weights lose updates that FP32 masters keep: one GPT, trained three times from the same bfloat16 weights.
 
     python -m examples.half_weights
     python -m examples.half_weights --plot half_weights.png    # the losses as curves; needs matplotlib
 
-From bfloat16 weights it is trained in FP32 (O0), in bfloat16 with FP32 masters (O5), and in pure bfloat16. A step of
-Adam is about as long as the learning rate; the numbers of bfloat16 just below 1, where the weights of norms are, lie
-0.004 apart, and a step shorter than half of that is lost. The text is that of help('topics') in Python's installation.
+It trains in FP32 (O0), in bfloat16 with FP32 masters (O5), and in pure bfloat16. A step of Adam is about as long as the
+learning rate; the numbers of bfloat16 near 1, where the weights of norms are, lie 0.004 apart, and a step shorter than
+half of that is lost. The text is that of help('topics'), in Python's own installation.
 """
 
 import argparse
@@ -35,10 +35,10 @@ RUNS = {"FP32": "O0", "bfloat16, FP32 masters": "O5", "pure bfloat16": None}
 
 
 def train(level: str | None) -> tuple[list[float], float, float]:
-    """Return the losses, and the shares of all weights and of norm weights that have not changed."""
+    """The losses; the shares of all weights and of norm weights that did not change."""
     torch.manual_seed(0)
     model = GPT(len(topics.vocabulary), options.length, layers=2, width=options.width, heads=4)
-    model.to(device, torch.bfloat16)  # as a checkpoint in bfloat16 arrives
+    model.to(device, torch.bfloat16)  # as from a checkpoint in bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     model, optimizer = amp.initialize(model, optimizer, enabled=level is not None, opt_level=level or "O0", verbosity=0)
     before = {name: weight.detach().clone() for name, weight in amp.named_masters(model)}
@@ -60,7 +60,7 @@ def train(level: str | None) -> tuple[list[float], float, float]:
 
 
 def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Draw means of 20 losses in a row."""
+    """Plot means of 20 successive losses."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.2), dpi=150, layout="constrained")

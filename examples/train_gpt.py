@@ -53,7 +53,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(
 )
 
 # ---------------------------------------------------------------------------------------------
-# checkpoints: whole or not there, also if the program is killed while it writes one
+# checkpoints: whole or absent, even if the program is killed while it writes one
 
 
 def save(step: int) -> None:
@@ -77,7 +77,7 @@ for step in range(start, stop):
         inputs, targets = topics.batch(batch, options.batch_size, options.length)
         logits = model(inputs.to(device))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-        loss = loss / options.accumulate  # the gradients add up; their mean is wanted
+        loss = loss / options.accumulate  # the sum of the gradients is then their mean
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         step_loss += loss.item()

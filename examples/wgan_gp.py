@@ -1,8 +1,8 @@
 """A gradient penalty: a Wasserstein GAN (Gulrajani et al., 2017, arXiv:1704.00028) learns eight points on a circle.
 
-The critic is held to slopes of 1 between real and generated points, by gradients of its gradients. `amp.scale` is for
-the inner ones: `torch.autograd.grad` takes them outside of `scale_loss`, where without a scale they would underflow
-in float16. `amp.unscale` gives them back in FP32, and has the step skipped if one of them overflowed.
+A penalty pulls the norm of the critic's gradients between real and generated points to 1, so its backward goes through
+these gradients. `torch.autograd.grad` computes them outside of `scale_loss`, where they would underflow in float16, so
+`amp.scale` scales their loss. `amp.unscale` returns them in FP32; if one of them overflowed, the step is skipped.
 
     python examples/wgan_gp.py --opt-level O1 --steps 500
 """
@@ -100,7 +100,7 @@ for step in range(options.steps):
         print(f"step {step:4}  distance {distance.item():.3f}  slope {slope.mean().item():.3f}")
 
 # ---------------------------------------------------------------------------------------------
-# how good it is: the distance of generated points to the nearest center, and the centers hit
+# the quality: the distance of generated points to the nearest center, and the centers hit
 
 generator.eval()
 with torch.no_grad(), amp.disable_casts():

@@ -5,9 +5,9 @@ Every operation is called as `op(chunk_size, noop_flag, tensor_lists, *args)`, m
 `multi_tensor_applier(op, noop_flag, tensor_lists, *args)`.
 
     chunk_size    an int, taken and not used: the kernels choose their own, and no result depends on it.
-    noop_flag     int32, one element, on the device of the tensors. An operation either sets it to 1 if what it reads
-                  is not finite, and never clears it; or does nothing where it is not 0; or leaves it alone.
-    tensor_lists  lists of equal lengths. Each list is of one type: float32, float16 or bfloat16 (float64 where that is
+    noop_flag     int32, one element, on the device of the tensors. An operation either sets it to 1 if a value that it
+                  reads is not finite, and never clears it; or does nothing if it is not 0; or does not use it.
+    tensor_lists  lists of equal lengths. Each list is of one type: float32, float16 or bfloat16 (float64 where this is
                   said). Tensors of one index have one shape and one order in memory, without gaps (contiguous,
                   channels_last, ...). Empty tensors and empty lists are fine.
 
@@ -45,11 +45,11 @@ class _RefusedError(AmpValueError):
 
 
 def _operation(*names: str, optional: int = 0, reads: int = 1, writes_gradients: bool = False) -> Callable[[F], F]:
-    """Make an operation of a function: its flag and its lists are looked at before, and refusals name it and its lists.
+    """Make an operation of a function: check its flag and lists before it runs, and name it and its lists in errors.
 
     Args:
-        names: of the lists, of which the last `optional` ones may be left out.
-        reads: how many of the lists, the first ones, the kernels only read.
+        names: of the lists; callers may leave out the last `optional` lists.
+        reads: the number of lists, from the first on, that the kernels only read.
         writes_gradients: the first list is written after the kernels.
     """
 
@@ -67,7 +67,7 @@ def _operation(*names: str, optional: int = 0, reads: int = 1, writes_gradients:
             except _RefusedError as refusal:
                 raise AmpValueError(f"{op}: {refusal}") from None
             except AmpValueError:
-                # A kernel names its own lists, where the caller knows places.
+                # The kernel's error names the lists of the kernel, but the caller knows indices in tensor_lists.
                 check_lists(
                     op,
                     {f"tensor_lists[{i}]": tensors for i, tensors in enumerate(tensor_lists)},
@@ -84,7 +84,7 @@ def _operation(*names: str, optional: int = 0, reads: int = 1, writes_gradients:
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """out = in * scale, for lists [in, out], whose types are independent; out may be in.
 
-    The flag is set if an element of `in` is not finite. What overflows in the rounding to `out` does not set it.
+    The flag is set if an element of `in` is not finite. An overflow in the rounding to `out` does not set it.
     """
     inputs, outputs = tensor_lists
     checks = kernels.scale_(outputs, inputs, _constant(scale, noop_flag))
@@ -103,7 +103,7 @@ def multi_tensor_axpby(
     if arg_to_check not in (-1, 0, 1):
         raise _RefusedError(f"arg_to_check={arg_to_check!r}.  Use -1 (both), 0 (x) or 1 (y).")
     xs, ys, outputs = tensor_lists
-    # Before an output that is its y is written.
+    # Checked before y is overwritten, since the output may be y.
     of_y = None if arg_to_check == 0 else kernels.check(ys)
     of_x = kernels.axpby_(outputs, xs, ys, _constant(a, noop_flag), _constant(b, noop_flag))
     if arg_to_check != 1:
@@ -192,8 +192,8 @@ def multi_tensor_sgd(
     g = g + momentum * buffer if nesterov, else buffer;  g += weight_decay * p, if wd_after_momentum
     p -= lr * g;  copy = p
 
-    Buffers are not read or written if `momentum` is 0. Nothing is written where the flag is set. `first_run` is of all
-    tensors of the call; a tensor whose first gradient comes later needs a call of its own.
+    Buffers are not read or written if `momentum` is 0. Nothing is written if the flag is set. `first_run` applies to
+    all tensors of the call; a tensor whose first gradient comes later needs a call of its own.
     """
     sgd = Sgd(
         lr=lr,
@@ -253,7 +253,7 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """`multi_tensor_adam` with what changes between steps on the device; `g *= inv_scale` is written back.
+    """`multi_tensor_adam` with lr, step and inv_scale on the device; `g *= inv_scale` is written back.
 
     Args:
         lr, inv_scale: one floating element each.
@@ -346,10 +346,10 @@ def multi_tensor_lamb_mp(
     found_inf: Tensor,
     inv_scale: Tensor,
 ) -> None:
-    """`multi_tensor_lamb` with what changes between steps on the device, of `g = grad * inv_scale`.
+    """`multi_tensor_lamb` of `g = grad * inv_scale`, with the numbers that change between steps on the device.
 
     For lists [gradients, parameters, exp_avg, exp_avg_sq] or these and [..., copies of parameters]. Nothing is written
-    where the flag is set or `found_inf` is not 0.
+    if the flag is set or `found_inf` is not 0.
 
     Args:
         lr, global_grad_norm, max_grad_norm, found_inf, inv_scale: one floating element each. The norm is of the
@@ -422,8 +422,8 @@ def multi_tensor_novograd(
         norms = (beta2 * norms.square() + (1 - beta2) * size.square()).sqrt()
     else:
         norms = beta2 * norms + (1 - beta2) * size
-    # The formula starts a tensor's norm itself at its first step. Here the caller did, so the norms come blended and
-    # corrected, for a later step (1 was done) with beta2 = 1, which leaves them as they are.
+    # At a tensor's first step, the formula would start the norm. Here the caller has started it, so the formula gets
+    # blended and corrected norms for a later step (1 step done), with beta2 = 1, which does not change them.
     bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     inside = mode == 0
     novograd = NovoGrad(
@@ -474,7 +474,7 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Adjust a dynamic loss scale that falls only after `hysteresis` overflows since it was last clean; in place.
+    """Adjust, in place, a dynamic loss scale that falls only after `hysteresis` overflows since the last clean step.
 
     if found_inf != 0:
         growth_tracker = 0;  hysteresis_tracker -= 1
@@ -565,8 +565,8 @@ def _step(
 
     Args:
         tensor_lists: gradients, parameters, the states of the formula, and maybe copies of the parameters, or masters.
-        done: how many steps the parameters had before; shape [], if it is a tensor.
-        norms: NovoGrad's, shape [n].
+        done: the number of earlier steps of the parameters; shape [], if it is a tensor.
+        norms: NovoGrad's norms, shape [n].
         inv_scale, gradient_norm: float32, shape [].
         skips: bool, shape []; nothing is written where it is true.
 
@@ -608,7 +608,7 @@ def _step(
 def _step_and_unscale(
     adam: Adam, noop_flag: Tensor, tensor_lists: TensorLists, step: Tensor, inv_scale: Tensor
 ) -> None:
-    """Step by unscaled gradients, and write these back, both unless the flag is set. A fifth list holds masters."""
+    """Step by unscaled gradients, and write them back, unless the flag is set. A fifth list holds masters."""
     done = _scalar("step", step, noop_flag) - 1
     factor = _scalar("inv_scale", inv_scale, noop_flag)
     skips = _is_set(noop_flag)
@@ -631,7 +631,7 @@ def _step_into_gradients(
     inv_scale: Tensor | None = None,
     skips: Tensor | None = None,
 ) -> None:
-    """Step by LAMB, and write the updates into the gradients, both unless `skips`."""
+    """Step by LAMB, and write the updates into the gradients, unless `skips`."""
     grads, params = tensor_lists[:2]
     if not params:
         return
@@ -660,7 +660,7 @@ def _step_into_gradients(
 
 
 def _check_lists(noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[str], optional: int) -> None:
-    """Refuse another flag, another number of lists, lists of unequal lengths or of mixed types."""
+    """Refuse a wrong flag, a wrong number of lists, lists of unequal lengths or of mixed types."""
     if noop_flag.numel() != 1 or noop_flag.dtype is not torch.int32:
         raise _RefusedError(
             f"noop_flag is a {dtype_name(noop_flag.dtype)} tensor of shape {list(noop_flag.shape)}, but must be one "
@@ -692,7 +692,7 @@ def _check_lists(noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[s
 
 
 def _is_float64(lists: TensorLists, params: TensorList) -> bool:
-    """True for float64 parameters, which plain PyTorch computes: in any order in memory. Refuses lists of others."""
+    """True for float64 parameters, which plain PyTorch steps, in any order in memory. Refuses lists that do not fit."""
     if not params or params[0].dtype is not torch.float64:
         return False
     for i, tensors in enumerate(lists):
@@ -727,7 +727,7 @@ def _norms_of_squares(
 
 
 def _is_set(noop_flag: Tensor) -> Tensor:
-    """Bool, shape []."""
+    """The flag as bool, shape []."""
     return noop_flag.view(()) != 0
 
 

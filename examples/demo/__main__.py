@@ -53,13 +53,13 @@ def train_all(
     budget: Budget | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> list[Run]:
-    """Every task at every one of its levels, O0 first, behind one progress bar.
+    """Train every task at each of its levels, O0 first, with one progress bar.
 
     Args:
         tasks: what to train.
         device: where.
-        budget: of time; None has `budget.SECONDS` for these tasks.
-        interrupted: True from when on nothing more is trained.
+        budget: the time for the rows; None: `budget.SECONDS` for these tasks.
+        interrupted: returns True once nothing more is to be trained.
     """
     budget = budget or Budget(tasks, device)
     runs = []
@@ -87,7 +87,7 @@ def _train_within(
     interrupted: Callable[[], bool],
     bar: tqdm,
 ) -> Run:
-    """One row, whole, shortened or left out; the bar goes to its end in any case."""
+    """Train one row, whole, shortened or not at all; the bar always advances by the whole row."""
     if interrupted():
         return left_out(task, opt_level, Interrupt.WORD)
     share = budget.take(task, opt_level)
@@ -117,7 +117,7 @@ def _train_within(
 
 
 def describe(device: torch.device, threads: int) -> str:
-    """The hardware that the numbers belong to."""
+    """The hardware that the numbers were measured on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     capability = torch.backends.cpu.get_cpu_capability()

@@ -1,4 +1,4 @@
-"""The demo's time: how much each row may take, by measurements."""
+"""Divides the demo's time among its rows, by measured times."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,8 +11,8 @@ from examples.demo.training import now
 
 SECONDS = 150.0  # for all rows together, of the three minutes that the demo takes at most
 FEWEST_STEPS = 5  # a row that would have fewer is left out
-LONG_ENOUGH = 0.04  # seconds; a layer that takes as long is measured
-SLOW = 1.5  # a type that takes so many times FP32's time is why its rows are short
+LONG_ENOUGH = 0.04  # seconds; a time that is longer is exact enough
+SLOW = 1.5  # a type that takes more than so many times FP32's time is the reason of short rows
 
 MeasureFn = Callable[[Layer, torch.dtype, torch.device], float]
 
@@ -25,10 +25,10 @@ def type_of(opt_level: str) -> torch.dtype:
 
 
 def measure(layer: Layer, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of a forward and backward of the layer in `dtype`: of a part of the batch where all of it takes long."""
+    """Seconds of a forward and backward of the layer in `dtype`, extrapolated from a part of the batch if it is slow."""
     module = layer.build().to(device, dtype)
     rows = 1
-    seconds = _seconds_of(module, layer, rows, dtype, device)  # and again below: the first call prepares
+    seconds = _seconds_of(module, layer, rows, dtype, device)  # a warmup, discarded
     while True:
         seconds = _seconds_of(module, layer, rows, dtype, device)
         if seconds > LONG_ENOUGH or rows == layer.rows:
@@ -47,16 +47,16 @@ def _seconds_of(module: nn.Module, layer: Layer, rows: int, dtype: torch.dtype, 
 
 
 class Budget:
-    """Divides the seconds among the rows: each gets what it needs, or an equal share where that is less.
+    """Divides the seconds among the rows: each gets the time that it needs, or an equal share if that is less.
 
-    What a row needs is foretold from its layer in its type, and from the steps of its task that were seen.
+    The time that a row needs is predicted from its layer in its type, and from steps of its task in other rows.
 
     Args:
-        tasks: all of them, in their order.
+        tasks: all tasks, in their order.
         device: where they are trained.
         seconds: for everything, from now on.
-        clock: gives seconds.
-        measure: gives the seconds that a layer takes in a type.
+        clock: returns seconds.
+        measure: returns the seconds that a layer takes in a type.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Budget:
                 self._layers[key] = self._measure(task.layer, key[1], self._device)
 
     def step_seconds(self, task: Task, opt_level: str) -> float:
-        """Seconds that a step of the row takes: as seen in the same type, or else foretold."""
+        """Seconds of a step of the row: as seen in the same type, or else predicted."""
         dtype = type_of(opt_level)
         if (task.name, dtype) in self._steps:
             return self._steps[task.name, dtype]
@@ -92,25 +92,25 @@ class Budget:
         return base + task.layer.per_step * max(0.0, self._layers[task.name, dtype] - fp32)
 
     def take(self, task: Task, opt_level: str) -> float | None:
-        """Seconds that the row may take, which is no longer waited for; None if it is left out."""
+        """Seconds that the row may take, None if it is left out; removes the row from the waiting rows."""
         row = task, opt_level
         share = self._shares(row)
         self._waiting.remove(row)
         return share
 
     def seen(self, task: Task, opt_level: str, seconds: float) -> None:
-        """A step of the row took so many seconds, on the average."""
+        """Record the mean seconds of a step of the row."""
         self._steps[task.name, type_of(opt_level)] = seconds
 
     def needed(self) -> float:
-        """Seconds that all waiting rows will take, as far as is known."""
+        """Predicted seconds of all waiting rows."""
         if not self._waiting:
             return 0.0
         costs = self._fitting({row: self._cost(*row) for row in self._waiting})
         return min(sum(costs.values()), self._left())
 
     def why(self, task: Task, opt_level: str) -> str:
-        """Why a row is short, in plain words."""
+        """The reason that a row is short, in plain words."""
         dtype = type_of(opt_level)
         ratio = self._layers[task.name, dtype] / self._layers[task.name, torch.float32]
         name = str(dtype).removeprefix("torch.")
@@ -122,12 +122,12 @@ class Budget:
 
     def _shares(self, row: tuple[Task, str]) -> float | None:
         costs = {other: self._cost(*other) for other in self._waiting}
-        costs[row] = float("inf")  # it may take what others leave, should it be slower than foretold
+        costs[row] = float("inf")  # it may take all that others leave, if it is slower than predicted
         fitting = self._fitting(costs)
         return even_share(fitting.values(), self._left()) if row in fitting else None
 
     def _fitting(self, costs: dict[tuple[Task, str], float]) -> dict[tuple[Task, str], float]:
-        """The rows that have time for `FEWEST_STEPS`, once the slowest others are left out."""
+        """The rows that have time for `FEWEST_STEPS` once the slowest other rows are left out."""
         costs = dict(costs)
         while costs:
             share = even_share(costs.values(), self._left())
@@ -148,7 +148,7 @@ class Budget:
 
 
 def even_share(costs: Iterable[float], seconds: float) -> float:
-    """The most that one may take, so that all together take `seconds`: a row that needs less leaves it to the rest."""
+    """The most that each may take so that all together take `seconds`; the others get the rest of shares not needed."""
     share, waiting = 0.0, sorted(costs)
     while waiting:
         share = seconds / len(waiting)

@@ -1,4 +1,4 @@
-"""curves.png: the loss of every level, and how far each is from FP32."""
+"""curves.png: the loss of every level, and its difference to FP32's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from examples.demo.training import Run
 
 @dataclass(frozen=True)
 class Style:
-    """One hue a way of casting; its bfloat16 twin is the lighter one."""
+    """One hue per way of casting, lighter for bfloat16."""
 
     color: str
     label: str
@@ -30,14 +30,14 @@ STYLES = {
     "O5": Style("#f5a742", "O5  masters, bfloat16"),
     "O3": Style("#c026a3", "O3  float16 only"),
 }
-# Levels that agree lie on top of one another: each draws one dash in turn, so all are seen.
+# Curves of levels that agree lie on top of one another: they draw dashes in turn, so that all are visible.
 DASH = 3.0  # in units of the line's width
 LINEAR_BELOW = 1e-3  # differences are on a logarithmic axis, linear around 0
 GREY = "#6b7280"
 
 
 def write_curves(runs: Sequence[Run], path: Path) -> None:
-    """Two panels a task: the smoothed loss, and below it the difference to O0's, as far as there were steps."""
+    """Draw two panels per task: the smoothed loss, and below it the difference to O0's, for the steps of both."""
     tasks = [list(group) for _, group in groupby(runs, key=lambda run: run.task.name)]
     figure = Figure(figsize=(5.2 * len(tasks), 7.2), layout="constrained", facecolor="white")
     panels = figure.subplots(2, len(tasks), squeeze=False, sharex="col", height_ratios=(3, 2))
@@ -87,7 +87,7 @@ def _draw_differences(axes: Axes, losses: dict[str, np.ndarray]) -> None:
     baseline = losses.get("O0", np.empty(0))
     for level, loss in losses.items():
         steps = min(len(loss), len(baseline))
-        # O1 and O2 can agree bit for bit, and O4 and O5: the second of them leaves gaps
+        # O1 and O2 can agree bit for bit, and O4 and O5: the second of each pair leaves gaps
         dash = (0, (DASH, DASH)) if level in ("O2", "O5") else "solid"
         difference = loss[:steps] - baseline[:steps]
         axes.plot(_steps(difference), difference, color=STYLES[level].color, linewidth=1.8, linestyle=dash)

@@ -7,8 +7,8 @@ from pydoc_data.topics import topics as pydoc_topics
 import torch
 from torch import Tensor
 
-# A batch function: step -> (inputs, targets). The step alone decides what is in the batch, so
-# every level sees the same data in the same order, and a resumed run goes on where it stopped.
+# A batch function: step -> (inputs, targets). The batch depends only on the step, so every level
+# sees the same data in the same order, and a resumed run continues where it stopped.
 BatchFn = Callable[[int], tuple[Tensor, Tensor]]
 
 

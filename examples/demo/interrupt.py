@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends the training and keeps what is done, the second ends the program."""
+"""Ctrl-C: the first ends the training and keeps its results, the second ends the program."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Interrupt:
-    """A context that notes a SIGINT, and leaves the next to the system, which ends the program at once."""
+    """A context that notes the first SIGINT and leaves the next to the system, which ends the program at once."""
 
-    STATUS = 130  # of a shell, for a program that ended by SIGINT
+    STATUS = 130  # a shell's exit status of a program that SIGINT ended
     WORD = "interrupted"
 
     def __init__(self) -> None:
@@ -28,4 +28,4 @@ class Interrupt:
         self.came = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         said = "\nInterrupted: the table, results.json and curves.png follow.  Ctrl-C again ends at once.\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())  # print() may be under way
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())  # it may interrupt a print()

@@ -1,4 +1,4 @@
-"""The table, what it does and does not show, and results.json."""
+"""The table, notes on it, and results.json."""
 
 import json
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _cell(form: str, value: float | None) -> str:
 
 
 def render_notes(rows: Sequence[Row], where: str) -> str:
-    """The meaning of the columns, and what this run showed; `where` is "this CPU" or the like."""
+    """A text on the columns and the results of this run; `where` is "this CPU" or the like."""
     notes = [
         f"""\
 loss: training, mean of the last {FINAL_STEPS} steps.  metric: held-out, accuracy or bits per
@@ -76,7 +76,7 @@ and optimizer state, at their largest; gradients and activations are not in it."
 
 
 def _short_rows(rows: Sequence[Row]) -> list[str]:
-    """A line for each row that is not whole, or one for several in succession that share it."""
+    """A line for each row that is not whole; successive rows of the same task, steps and note share one."""
     lines = []
     for (task, steps, note), group in groupby(rows, key=lambda row: (row.task, row.steps, row.note)):
         if note is not None:
@@ -108,5 +108,5 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def write_results(rows: Sequence[Row], path: Path) -> None:
-    """A JSON list of the rows, keys as in `Row`."""
+    """Write a JSON list of the rows, with the keys of `Row`."""
     path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The tasks of the demo: a model, its batches, its held-out metric, its levels."""
+"""The tasks of the demo: each has a model, its batches, its held-out metric, its levels."""
 
 import math
 from collections.abc import Callable
@@ -17,13 +17,13 @@ BFLOAT16_LEVELS = ("O4", "O5")
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer that a task spends its time in, measured in each type before the training."""
+    """The layer that takes most of a task's time, measured in each type before the training."""
 
-    name: str  # what it does, in the plural
+    name: str  # of its operation, in the plural
     build: Callable[[], nn.Module]
     rows: int  # of its input in a batch
     row_shape: tuple[int, ...]
-    per_step: int  # so many of them, forward and backward, are most of a step
+    per_step: int  # so many layers, forward and backward, take most of a step
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Task:
     build_model: Callable[[], nn.Module]
     batch: BatchFn
     evaluate: Callable[[nn.Module], float]
-    evaluation_steps: float  # takes as long as so many steps of training
+    evaluation_steps: float  # its time, as a number of training steps
     layer: Layer
     seed: int = 0
 
@@ -74,7 +74,7 @@ def topics_gpt() -> Task:
 
 
 def topics_gpt_wide() -> Task:
-    """Wide enough for the matrix units of a CPU to matter: FP32 against the bfloat16 levels."""
+    """A GPT wide enough for the matrix units of a CPU to matter: FP32 against the bfloat16 levels."""
     levels = ("O0", *BFLOAT16_LEVELS)
     return _topics("topics-gpt-wide", levels, steps=40, learning_rate=1e-3, width=512, batch_size=32)
 

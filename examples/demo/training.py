@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from amp_engine import amp
 from examples.demo.tasks import Task, mean_cross_entropy
 
-FINAL_STEPS = 20  # the final loss is the mean over so many last steps
+FINAL_STEPS = 20  # the final loss is the mean of this many last steps
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Row:
     state_bytes: int | None  # largest seen after any step, see `state_bytes`
     skipped: int | None  # steps skipped for an overflow
     loss_scale: float | None  # at the end
-    steps: int  # that were made: 0 of a row that was left out, which has None above
+    steps: int  # that were run: 0 for a row that was left out, whose values above are None
     planned_steps: int
-    note: str | None  # why there are fewer steps than planned
+    note: str | None  # the reason for fewer steps than planned
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def train(
         task: what to train.
         opt_level: "O0" to "O5".
         device: where; on CUDA every step is timed with the device's queue empty.
-        baseline: the row that `speedup` is relative to; None makes it 1; without steps it has none.
-        shorten: called after every step but the last, outside of the timing; a reason to stop there, or None.
+        baseline: the row that `speedup` is relative to; if None, `speedup` is 1; if it has no steps, None.
+        shorten: called after every step but the last, outside of the timing; returns a reason to stop, or None.
     """
     torch.manual_seed(task.seed)
     model = task.build_model().to(device)
@@ -116,7 +116,7 @@ def train(
 
 
 def warmup_then_cosine(steps: int) -> Callable[[int], float]:
-    """Factor of the learning rate: up over the first tenth of the steps, then down to 0."""
+    """Factor of the learning rate: rises over the first tenth of the steps, then falls to 0."""
     warmup = max(1, steps // 10)
     return lambda step: min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
@@ -143,7 +143,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Ten
 
 
 def now(device: torch.device) -> float:
-    """Seconds, after everything queued on the device is done."""
+    """The time in seconds, after everything queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -311,7 +311,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("has_cuda") = has_cuda();
   py::register_local_exception_translator(&translate);
   patch::bind(m);
-  m.def("build_info", &build_info, "What this module was compiled against, and the instruction set that it chose.");
+  m.def("build_info", &build_info, "The versions that this module was compiled against, and the instruction set that it chose.");
   // amp_engine.kernels.ops documents these.
   m.def("check", &check, py::arg("tensors"));
   m.def("l2norm", &l2norm, py::arg("tensors"));
@@ -379,7 +379,7 @@ PYBIND11_MODULE(_C, m) {
             return TensorList{tensors ? in(*tensors) : OptionalTensors(self->size()), self};
           },
           py::arg("tensors") = py::none());
-  py::class_<TensorList>(m, "TensorList", "Tensors and Nones that have no Python objects until somebody looks.")
+  py::class_<TensorList>(m, "TensorList", "Tensors and Nones; reading an entry makes its Python object.")
       .def("__len__", [](TensorList const& self) { return self.tensors.size(); })
       .def("__getitem__", [](TensorList const& self, size_t i) {
         if (i >= self.tensors.size()) {
@@ -393,17 +393,17 @@ PYBIND11_MODULE(_C, m) {
       "tensors[i] if mask[i] else None.");
   m.def(
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
-      "Whether one of the tensors has a gradient.");
+      "True if one of the tensors has a gradient.");
   m.def(
       "watch_gradients", [](ParamsOrList const& params) { watch_gradients(in(params)); },
-      "Has torch tell of whoever asks for the memory of the gradients from now on.");
+      "Watches the gradients' storages for requests of memory to write.");
   m.def(
       "are_gradients_unwritten", [](ParamsOrList const& params) { return are_gradients_unwritten(in(params)); },
-      "Whether nobody has asked for the memory of any gradient since it was watched.");
+      "True if no code has requested memory of a gradient to write since it was watched.");
   m.def("gradient_getter", &gradient_getter,
         "A getter of `tensor.grad`, which calls slow(tensor) only while `holding` has entries.");
-  m.def("same_objects", &same_objects, "Whether two sequences have the very same objects.");
-  m.def("same_entries", &same_entries, "Whether each dictionary has its object under each name.");
+  m.def("same_objects", &same_objects, "True if two sequences have the same objects, by identity.");
+  m.def("same_entries", &same_entries, "True if each dictionary has its object under each name.");
   m.def(
       "discard_gradients", [](ParamsOrList const& tensors) { discard_gradients(in(tensors)); },
       "tensor.grad = None for each.");
@@ -416,7 +416,7 @@ PYBIND11_MODULE(_C, m) {
       },
       "Calls listener(tensors, is_broadcast) after each of the writing operators of c10d, from now on.");
   m.def("ask_for_written_lists", &ask_for_written_lists,
-        "Has torch's operators on lists ask for the memory that they write, from now on.");
+        "Makes torch's operators on lists request the memory that they write.");
 
   py::class_<ListOperation>(m, "ListCheck")
       .def(py::init<>())

@@ -413,7 +413,7 @@ PyObject* reduce(PyObject* self, PyObject*) {
 PyMethodDef reduce_methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot slots[] = {{Py_tp_methods, reduce_methods},
-                       {Py_tp_doc, const_cast<char*>("What a patched function of a module is bound to.")},
+                       {Py_tp_doc, const_cast<char*>("The object that a patched function of a module is bound to.")},
                        {0, nullptr}};
 PyType_Spec spec{"amp_engine._C.PatchedFunction", sizeof(FunctionObject), 0,
                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
@@ -569,7 +569,7 @@ void bind(py::module_& m) {
         casts = {true, observed, caching, everywhere, low, native, std::move(cache)};
       },
       py::arg("dtype"), py::arg("cache"), py::arg("caching"), py::arg("observed"), py::arg("everywhere"),
-      "What patched functions do now.");
+      "Sets the behaviour of patched functions.");
   m.def("put_out_of_force", [] { casts = {}; }, "Patched functions are the originals.");
 }
 

@@ -17,8 +17,8 @@ INSTALLED := .venv/.installed$(AMP_ENGINE_BUILD:%=-%)
 NATIVE := setup.py toolchain.py amp_engine/kernels/sources.py $(shell find csrc)
 CUDA_TORCH ?= torch==2.14.1
 WORKERS ?= 2
-# --no-loadscope-reorder keeps the order of tests/conftest.py: xdist would start with the files that have the most tests,
-# not with the slowest files. A worker that a test killed ends the run: a new worker would get the same test first.
+# --no-loadscope-reorder keeps the order of tests/conftest.py: xdist would start with the files of the most tests, not
+# with the slowest files. A worker that a test killed ends the run: a new worker would get the same test first.
 PYTEST = python -m pytest --cases pairs -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
@@ -125,8 +125,7 @@ gpu-carry:  ## where nvcc is: compile, in place, for make gpu on another machine
 clean:  ## remove what the commands made
 	rm -rf .venv .venv-cuda build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
 
-# A venv that was moved or half made has no working python and is made again. Pip hides why something was not compiled,
-# so `info` prints it.
+# A moved or half made venv has no working python and is made again. `info` says why something was not compiled.
 $(INSTALLED): pyproject.toml $(NATIVE)
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	rm -f .venv/.installed*

@@ -128,9 +128,8 @@ class GradScaler(_grad_scaler.GradScaler):
         optimizers: the optimizers that its losses may reach; without any, all initialized optimizers.
         loss_id: the index of the loss's scaler.
 
-    If gradients overflow, every optimizer that the loss reaches skips its step. The scale is adjusted once for the
-    backwards of a step, when their gradients are unscaled, by the numbers of
-    `initialize(loss_scale=amp.DynamicLossScale(...))`.
+    If gradients overflow, every optimizer that the loss reaches skips its step. The scale is adjusted once per step,
+    when gradients are unscaled, by the numbers of `initialize(loss_scale=amp.DynamicLossScale(...))`.
     """
 
     def __init__(self, *optimizers: Optimizer | LARC, loss_id: int = 0, **of_torchs: Any) -> None:
@@ -166,7 +165,7 @@ audit_updates.__doc__ = UpdateAudit.__doc__
 def half_function(fn: F) -> F:
     """Decorator: cast floating arguments of `fn` to half (O4: bfloat16) while O1 is on; weights through the cache.
 
-    O2, O3 and O5 cast no functions; the first call of a decorated function then prints a message.
+    O2, O3 and O5 cast no functions, and print a message at the first call of a decorated function.
     """
     return deferred("half", fn, _current_casts, _not_cast)
 
@@ -174,8 +173,7 @@ def half_function(fn: F) -> F:
 def float_function(fn: F) -> F:
     """Decorator: cast low-precision arguments of `fn` to float32 while O1 (O4) is on.
 
-    O2, O3 and O5 cast no functions; the first call of a decorated function then prints a message. Write `x.float()` in
-    `fn` there.
+    O2, O3 and O5 cast no functions, and print a message at the first call: there, write `x.float()` in `fn`.
     """
     return deferred("float", fn, _current_casts, _not_cast)
 
@@ -183,7 +181,7 @@ def float_function(fn: F) -> F:
 def promote_function(fn: F) -> F:
     """Decorator: cast floating arguments of `fn` to the widest type among them while O1 (O4) is on.
 
-    O2, O3 and O5 cast no functions; the first call of a decorated function then prints a message.
+    O2, O3 and O5 cast no functions, and print a message at the first call of a decorated function.
     """
     return deferred("promote", fn, _current_casts, _not_cast)
 

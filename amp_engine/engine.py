@@ -425,10 +425,9 @@ class Engine:
         """Clip the gradients that an optimizer steps, between `scale_loss` and `step`.
 
         After one backward, and with a norm_type of 2 or infinity, no gradient of a master is read: `scale_loss` has
-        computed the norm, and the factor is applied by the step, or by the first read of a master's `.grad`. Gradients
-        of float32 parameters, which any code may write, are multiplied at once, and read once more unless torch can
-        tell that they were not written (torch 2.13 or newer, from the second call on). In all other cases this is
-        torch.nn.utils.clip_grad_norm_.
+        computed the norm, and the step, or the first read of a master's `.grad`, applies the factor. Gradients of
+        float32 parameters, which any code may write, are multiplied at once, and read once more unless torch knows that
+        they were not written (since 2.13, from the second call on). Otherwise this is torch.nn.utils.clip_grad_norm_.
 
         Args:
             optimizer: an optimizer, initialized or not; or one parameter or an iterable of parameters, as in torch,
@@ -507,9 +506,8 @@ class Engine:
             with amp.casts():
                 loss = criterion(head(features), target)
 
-        Can be nested. It casts inside of kept modules too; `disable_casts` takes precedence over it. At other levels,
-        and where functions are cast anyway, it has no effect. It does not apply to functions that Python code calls
-        during a backward.
+        Can be nested. It casts inside of kept modules too; `disable_casts` takes precedence. At other levels, and where
+        functions are cast anyway, it has no effect. Functions that Python calls during a backward are not cast by it.
         """
         return self.function_casts.enabled()
 
@@ -579,9 +577,8 @@ class Engine:
             optimizer: needed if several are initialized.
 
         No host sync, but reading an attribute waits until the host knows the outcome. `last.flag` is a tensor on the
-        device, != 0 if the step was skipped, and `last.is_known` is True once the host knows. Raises AmpTypeError for
-        an optimizer that was not passed to `initialize`, AmpStateError if `optimizer` is None and not exactly one is
-        initialized.
+        device, != 0 if the step was skipped; `last.is_known` is True once the host knows. Raises AmpTypeError for an
+        optimizer that was not passed to `initialize`, AmpStateError without one if not exactly one is initialized.
         """
         if self._is_disabled:
             return LastStep()
@@ -717,8 +714,7 @@ class Engine:
         Saves the `state_dict()` of each object that has one, in lists, tuples and dictionaries too, and other values
         as they are. The loss scalers are saved as "amp". torch.load(path) gives the dictionary.
 
-        The bytes, with their SHA-256 at the end, are written to a file beside `path` and flushed to the disk; then the
-        file is renamed to `path`.
+        It writes the bytes, then their SHA-256, to a file beside `path`, syncs it to the disk and renames it to `path`.
 
         Raises AmpValueError for an object named "amp", AmpTypeError for values that torch.load(weights_only=True) would
         not load, and OSError of the operating system, for example if the disk is full; an earlier file stays as it was.

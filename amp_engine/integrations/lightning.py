@@ -21,8 +21,7 @@ with needs("lightning"):
 class AmpPrecision(Precision):
     """Lightning's precision plugin that trains at a level, for automatic and manual optimization.
 
-    It initializes the parts of the LightningModule, since the module's steps call its parts, and closes amp after the
-    run.
+    It initializes the parts of the LightningModule, which the module's steps call, and closes amp after the run.
 
     Args:
         opt_level, options: arguments of `amp.initialize`.

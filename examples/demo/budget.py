@@ -25,7 +25,7 @@ def type_of(opt_level: str) -> torch.dtype:
 
 
 def measure(layer: Layer, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of a forward and backward of the layer in `dtype`; if slow, extrapolated from a part of the batch."""
+    """Seconds of a forward and backward of the layer in `dtype`, extrapolated from a part of the batch if slow."""
     module = layer.build().to(device, dtype)
     rows = 1
     seconds = _seconds_of(module, layer, rows, dtype, device)  # a warmup, discarded

@@ -162,8 +162,7 @@ def _below(folder: Path, built: list[Path]) -> Iterator[Path]:
 def check_file(path: Path, unanswered: list[Path]) -> Iterator[Finding]:
     """Yield a file's uses of apex by line, or one finding that says why a file with a use cannot be read.
 
-    Appends `path` to `unanswered` if it cannot be read, or if a program in it imports apex but not
-    `amp_engine.apex.install`.
+    Appends `path` to `unanswered` if a program in it cannot be read, or imports apex without amp_engine.apex.install.
     """
     try:
         source = path.read_bytes()
@@ -201,8 +200,7 @@ def _python_of(cell: str) -> str:
     if magic:
         cell = _without_first_line(cell)
     lines = cell.split("\n")
-    # Lines are replaced only if Python cannot parse the cell: in Python, `%` may begin a line of an expression, and `!`
-    # a line of a string.
+    # Only in cells that are not valid Python, where `%` may begin a line of an expression, and `!` one of a string.
     while error := _error_of("\n".join(lines)):
         suspects = [error.lineno or 0, *range(1, len(lines) + 1)]
         found = next((i for i in suspects if 0 < i <= len(lines) and _COMMAND.match(lines[i - 1])), None)

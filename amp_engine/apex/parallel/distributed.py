@@ -62,7 +62,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Args:
         module: on the device that it trains on.
         message_size: elements of a bucket, the gradients that are summed in one call.
-        delay_allreduce: sum after the whole backward. Parameters may then be left unused by a forward.
+        delay_allreduce: parameters may be left unused by a forward. The sums overlap with the backward in any case.
         allreduce_always_fp32: sum half gradients in float32.
         gradient_average: divide by the number of ranks.
         gradient_predivide_factor: divide by it before the sum, and multiply an average by it afterwards.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import io
 import multiprocessing
@@ -34,6 +35,7 @@ def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
 
 
 def _on_rank(run: Callable[[int], Any], rank: int, ranks: int, port: int) -> bytes:
+    faulthandler.dump_traceback_later(400)  # before the test that waits for a rank that hangs prints its own stack
     gc.freeze()  # imported objects: collections need not look through them
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
@@ -42,6 +44,7 @@ def _on_rank(run: Callable[[int], Any], rank: int, ranks: int, port: int) -> byt
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
     written = io.BytesIO()
     torch.save(result, written)
     return written.getvalue()

@@ -6,8 +6,9 @@ import faulthandler
 import gc
 import io
 import multiprocessing
+import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ FRESH.set_forkserver_preload(
     ["pytest", "tests.models", "tests.support", "torch.distributed.fsdp", "torch.distributed.tensor", "tests.ranks"]
 )
 
+# Seconds; the slowest test takes 60 on a busy machine, and `make stress` gives it so many STEPS.
+HANGS = 250 if "STEPS" not in os.environ else 7200
+
 
 def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
     """
@@ -27,15 +31,29 @@ def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
 
     run:   a function of a module, since the processes import it by name. What it returns goes through torch.save.
     """
+    try:
+        return _on_ranks(run, ranks)
+    except TimeoutError:
+        # Once in hundreds of runs torch 2.13 never leaves gloo::transport::tcp::UnboundBuffer's destructor, after an
+        # all-gather. What hangs by our fault hangs again.
+        return _on_ranks(run, ranks)
+
+
+def _on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
     # Each rank waits for the others, so no process gets two.
     with ProcessPoolExecutor(ranks, FRESH) as processes:
         results = [processes.submit(_on_rank, run, rank, ranks, store.port) for rank in range(ranks)]
-        return [torch.load(io.BytesIO(result.result()), weights_only=False) for result in results]
+        try:
+            return [torch.load(io.BytesIO(result.result(HANGS)), weights_only=False) for result in results]
+        except TimeoutError:
+            for process in processes._processes.values():
+                process.kill()
+            raise
 
 
 def _on_rank(run: Callable[[int], Any], rank: int, ranks: int, port: int) -> bytes:
-    faulthandler.dump_traceback_later(400)  # before the test that waits for a rank that hangs prints its own stack
+    faulthandler.dump_traceback_later(HANGS - 10)
     gc.freeze()  # imported objects: collections need not look through them
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)

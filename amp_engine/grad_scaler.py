@@ -99,27 +99,18 @@ class GradScaler:
         """
         if not self.is_enabled():
             return {}
-        entry = self._engine().state_dict()[f"loss_scaler{self._loss_id}"]
-        return {**self._torchs(entry), **entry}
+        torchs = scaler_state.pack_scalers([self._scaler()], None, None, "torch")
+        return {**torchs, **self._engine().state_dict()[f"loss_scaler{self._loss_id}"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state from `state_dict`, torch.amp.GradScaler or `amp.state_dict`, as `amp.load_state_dict` does."""
         if not self.is_enabled():
             return
-        if "loss_scale" in state_dict:  # ours
-            others = self._torchs(state_dict)
-            state_dict = {"loss_scaler0": {key: value for key, value in state_dict.items() if key not in others}}
+        if "loss_scale" in state_dict:  # ours, which says more than the keys of torch's beside it
+            own = {key: value for key, value in state_dict.items() if key not in ("scale", "_growth_tracker")}
+            state_dict = {"loss_scaler0": own}
         reporter = self._engine().reporter
         scaler_state.unpack_scalers([self._scaler()], state_dict, lambda text: reporter.say(text, rank0=True))
-
-    def _torchs(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        own = {key: entry[key] for key in ("loss_scale", "unskipped", "dynamic", "opt_level", "version")}
-        return {
-            **scaler_state.convert_state_dict({"loss_scaler0": own}, "torch"),
-            "growth_factor": self.get_growth_factor(),
-            "backoff_factor": self.get_backoff_factor(),
-            "growth_interval": self.get_growth_interval(),
-        }
 
     def _scaler(self) -> LossScaler:
         self._engine().get_scale(self._loss_id)  # raises if there is no scaler

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.levels.levels import LEVELS
+from amp_engine.levels.scale_rule import DynamicLossScale
 from amp_engine.scaling.scaler import LossScaler
 
 SCHEMA_VERSION = 2
@@ -28,6 +29,14 @@ _MEMORY = ("seen", "limit", "reach", "overflows_in_a_row", "overflows_left")
 _SCALE_WINDOW = 2000  # apex's, which its users could not change
 
 
+class Growth(NamedTuple):
+    """The numbers of a dynamic scale's rule that a GradScaler saves, under its names."""
+
+    growth_factor: float = DynamicLossScale.growth_factor
+    backoff_factor: float = DynamicLossScale.backoff_factor
+    growth_interval: int = DynamicLossScale.growth_interval
+
+
 class SavedScaler(NamedTuple):
     """One loss scaler, as it was saved.
 
@@ -38,6 +47,7 @@ class SavedScaler(NamedTuple):
         opt_level: level of the run that saved the scaler; None if it was not saved.
         is_torchs: True if a GradScaler saved the scale, which grows without bounds.
         memory: the numbers of `LossScaler.memory`, for "auto" and hysteresis; empty for other scalers.
+        growth: the rule of a dynamic scale; the defaults if it was not saved, as only a GradScaler saves it.
     """
 
     loss_scale: float
@@ -46,6 +56,7 @@ class SavedScaler(NamedTuple):
     opt_level: str | None = None
     is_torchs: bool = False
     memory: Mapping[str, float] = MappingProxyType({})
+    growth: Growth = Growth()
 
     def as_amp(self) -> dict[str, Any]:
         """Return an entry of `amp.state_dict()`."""
@@ -62,14 +73,9 @@ class SavedScaler(NamedTuple):
         A static scale becomes the state of a new GradScaler: a GradScaler has no static scale, and refuses the empty
         dictionary that a disabled one saves.
         """
-        factor = 2.0
-        return {
-            "scale": self.loss_scale if self.dynamic else 2.0**16,
-            "growth_factor": factor,
-            "backoff_factor": 1.0 / factor,
-            "growth_interval": _SCALE_WINDOW,
-            "_growth_tracker": self.unskipped if self.dynamic else 0,
-        }
+        if not self.dynamic:
+            return {"scale": DynamicLossScale.init_scale, **Growth()._asdict(), "_growth_tracker": 0}
+        return {"scale": self.loss_scale, **self.growth._asdict(), "_growth_tracker": self.unskipped}
 
 
 def pack_scalers(
@@ -82,18 +88,27 @@ def pack_scalers(
 
     Raises AmpValueError for an unknown format, and for several scalers in torch's format, which holds one.
     """
-    packed: OrderedDict[str, Any] = OrderedDict()
-    for i, scaler in enumerate(scalers):
-        state = scaler.state_dict()
-        saved = SavedScaler(
-            float(state["loss_scale"]), int(state["unskipped"]), scaler.dynamic, opt_level, memory=scaler.memory()
-        )
-        packed[f"{_SCALER_KEY}{i}"] = saved.as_amp()
-    converted = convert_state_dict(packed, scaler_format)
+    converted = _written([(i, _saved(scaler, opt_level)) for i, scaler in enumerate(scalers)], scaler_format)
     if destination is None:
         return converted
     destination.update(converted)
     return destination
+
+
+def _saved(scaler: LossScaler, opt_level: str | None) -> SavedScaler:
+    """Read a scaler. Waits for the device if it is dynamic."""
+    state = scaler.state_dict()
+    loss_scale = float(state["loss_scale"])
+    _check_scale(loss_scale)
+    rule = scaler.rule if scaler.dynamic else DynamicLossScale()
+    return SavedScaler(
+        loss_scale,
+        int(state["unskipped"]),
+        scaler.dynamic,
+        opt_level,
+        memory=scaler.memory(),
+        growth=Growth(rule.growth_factor, rule.backoff_factor, rule.growth_interval),
+    )
 
 
 def convert_state_dict(
@@ -104,19 +119,27 @@ def convert_state_dict(
     Args:
         state_dict: a state in any of the three formats.
         scaler_format: "amp"; "apex", two numbers per loss, which do not tell if the scale is dynamic; "torch", for
-            `torch.amp.GradScaler.load_state_dict`, where a static scale becomes one that starts at 2**16.
+            `torch.amp.GradScaler.load_state_dict`, where a static scale becomes one that starts at 2**16. The rule of
+            growth is that of a saved GradScaler, and else the default, as other entries do not tell it.
         loss_id: number of the scaler, for "torch" if there are several.
 
     Raises AmpTypeError, AmpValueError, AmpStateError or AmpIndexError for another dictionary, an unknown format, or, in
     torch's format, several scalers or a wrong `loss_id`.
     """
+    entries, unexpected = _read(state_dict)
+    _refuse(unexpected)
+    return _written(entries, scaler_format, loss_id)
+
+
+def _written(
+    entries: Sequence[tuple[int, SavedScaler]], scaler_format: ScalerFormat, loss_id: int | None = None
+) -> OrderedDict[str, Any]:
+    """Return saved scalers, paired with their indices, in a format."""
     if scaler_format not in ("amp", "apex", "torch"):
         raise AmpValueError(
             f'format={scaler_format!r} is none of "amp", "apex" and "torch".  Use "torch" for '
             'torch.amp.GradScaler, "apex" for NVIDIA\'s apex.'
         )
-    entries, unexpected = _read(state_dict)
-    _refuse(unexpected)
     if scaler_format != "torch":
         form = SavedScaler.as_amp if scaler_format == "amp" else SavedScaler.as_apex
         return OrderedDict((f"{_SCALER_KEY}{i}", form(saved)) for i, saved in entries)
@@ -250,12 +273,16 @@ def _is_torchs(state: object) -> bool:
 def _read_torchs(state: Mapping[str, Any]) -> SavedScaler:
     try:
         loss_scale, unskipped = float(state["scale"]), int(state["_growth_tracker"])
+        numbers = {**Growth()._asdict(), **state}
+        growth = Growth(
+            float(numbers["growth_factor"]), float(numbers["backoff_factor"]), int(numbers["growth_interval"])
+        )
     except (TypeError, ValueError) as e:
         raise AmpValueError(
             f'A GradScaler\'s state is {{"scale": float, "_growth_tracker": int, ...}}, not {dict(state)!r}.'
         ) from e
     _check_scale(loss_scale)
-    return SavedScaler(loss_scale, unskipped, dynamic=True, is_torchs=True)
+    return SavedScaler(loss_scale, unskipped, dynamic=True, is_torchs=True, growth=growth)
 
 
 def _check_scale(loss_scale: float) -> None:

@@ -373,6 +373,25 @@ def test_state_dict_in_torchs_format_goes_into_a_grad_scaler(torchs: dict[str, A
     assert scaler.state_dict() == {**torchs, "growth_interval": 2000}  # ours, which goes on counting
 
 
+@pytest.mark.parametrize("by", ["amp", "GradScaler"])
+def test_a_grad_scaler_goes_on_by_the_rule_of_the_run(by: str) -> None:
+    rule = amp.DynamicLossScale(growth_factor=4.0, backoff_factor=0.125, growth_interval=500, hysteresis=2)
+    started("O2", loss_scale=rule)
+    saved = amp.state_dict(format="torch") if by == "amp" else amp.GradScaler().state_dict()
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(saved)
+    numbers = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+    assert numbers == (4.0, 0.125, 500)
+
+
+def test_a_grad_scalers_dictionary_keeps_its_rule_in_a_conversion(torchs: dict[str, Any]) -> None:
+    assert amp.convert_state_dict(torchs, "torch") == torchs
+    bare = {"scale": MOVED, "_growth_tracker": COUNT}
+    assert amp.convert_state_dict(bare, "torch") == {**torchs, "growth_interval": 2000}
+    with pytest.raises(AmpValueError, match="A GradScaler's state is"):
+        amp.convert_state_dict({**torchs, "growth_interval": "often"}, "torch")
+
+
 def test_of_several_losses_one_is_taken() -> None:
     state = written_by("O2", num_losses=2)
     state["loss_scaler1"]["loss_scale"] = 8.0

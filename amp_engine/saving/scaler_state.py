@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.levels.levels import LEVELS
 from amp_engine.levels.scale_rule import DynamicLossScale
-from amp_engine.scaling.scaler import LossScaler
+from amp_engine.scaling.scaler import MEMORY, LossScaler
 
 SCHEMA_VERSION = 2
 """Version 1, of 0.1, had apex's two keys in an entry, and the level in the dictionary's attribute `_metadata`."""
@@ -25,7 +25,6 @@ SCHEMA_VERSION = 2
 ScalerFormat = Literal["amp", "apex", "torch"]
 
 _SCALER_KEY = "loss_scaler"
-_MEMORY = ("seen", "limit", "reach", "overflows_in_a_row", "overflows_left")
 _SCALE_WINDOW = 2000  # apex's, which its users could not change
 
 
@@ -244,11 +243,11 @@ def _read_entry(entry: Any, metadata: Mapping[str, Any], index: int) -> SavedSca
 
 def _read_memory(entry: Mapping[str, Any]) -> dict[str, float]:
     try:
-        memory = {name: float(entry[name]) for name in _MEMORY if name in entry}
+        memory = {name: float(entry[name]) for name in MEMORY if name in entry}
     except (TypeError, ValueError) as e:
-        raise AmpValueError(f"A loss scaler's {', '.join(_MEMORY)} are numbers, in {entry!r}.") from e
+        raise AmpValueError(f"A loss scaler's {', '.join(MEMORY)} are numbers, in {entry!r}.") from e
     if not all(0.0 <= value < math.inf for value in memory.values()):
-        raise AmpValueError(f"A loss scaler's {', '.join(_MEMORY)} are finite numbers from 0 on, in {entry!r}.")
+        raise AmpValueError(f"A loss scaler's {', '.join(MEMORY)} are finite numbers from 0 on, in {entry!r}.")
     return memory
 
 

@@ -24,7 +24,8 @@ _PATIENCE = 16
 _CLIMB = 2.0 ** (1 / 8)  # per clean backward, after an overflow
 _LONGEST_SHOT = 2.0**12  # the largest ratio of activations' to weights' gradients that an overflow can suggest
 
-_MEMORY = ("seen", "limit", "reach", "overflows_in_a_row")
+AUTO_MEMORY = ("seen", "limit", "reach", "overflows_in_a_row")
+"""The keys of `AutoScale.memory`."""
 
 
 class AutoScale:
@@ -69,11 +70,11 @@ class AutoScale:
 
     def memory(self) -> dict[str, float]:
         """Return the numbers that decide the next scales. Waits for the device."""
-        return {name: float(getattr(self, name)) for name in _MEMORY}
+        return {name: float(getattr(self, name)) for name in AUTO_MEMORY}
 
     def remember(self, memory: Mapping[str, float]) -> None:
         """Load the numbers that `memory` returned."""
-        for name in _MEMORY:
+        for name in AUTO_MEMORY:
             getattr(self, name).fill_(memory.get(name, 0.0))
 
     def restart(self) -> None:

@@ -14,8 +14,11 @@ from amp_engine.ground import devices
 from amp_engine.ground.devices import moved, number_on
 from amp_engine.levels.policy import LOWEST_SCALE, LossScale, parse_loss_scale
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
-from amp_engine.scaling.auto import FIRST_SCALE, AutoScale
+from amp_engine.scaling.auto import AUTO_MEMORY, FIRST_SCALE, AutoScale
 from amp_engine.scaling.snapshot import ScaleSnapshot
+
+MEMORY = (*AUTO_MEMORY, "overflows_left")
+"""The keys that `LossScaler.memory` may have."""
 
 
 class ScaleUpdate(NamedTuple):

@@ -36,7 +36,7 @@ _SEARCHED = 64
 _FILL_MASKS = {"masked_fill", "where"}
 _TAKE_MASKS = {"logsumexp", "logaddexp", "log_sigmoid", "softplus"}
 # The backward of these passes on each NaN of a gradient, even if it multiplies it by 0.
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution"}
+_SPREAD_NAN = {"mm", "bmm", "addmm", "baddbmm", "convolution"}
 # The key, in a node's metadata, of the names of saved tensors that `_has_hooks` gave hooks.
 _READ = "amp_engine.read"
 
@@ -129,12 +129,12 @@ class _Search:
         self._hidden = {node for node, (_, has_hooks) in read.items() if has_hooks or node.name() == CHECKPOINT}
         self._finite: set[Node] = set()  # operations whose saved results are finite
         self._has_data: set[Node] = set()  # operations that saved a finite input from outside of the graph
-        self._told: dict[Node, str] = {}  # operation with finite inputs -> why its result is not finite
+        self._reasons: dict[Node, str] = {}  # operation with finite inputs -> why its result is not finite
         self._odd: list[tuple[Node, str, Tensor]] = []  # saved tensors that are not finite, in the order of the forward
         for node in self._nodes:
             nothing = why_nothing(node, name_of(node), dict(self._saved[node]))
             if nothing is not None:
-                self._told[node] = nothing
+                self._reasons[node] = nothing
             for name, saved in self._saved[node]:
                 self._read(node, name, saved)
         self._odd.sort(key=lambda one: _when(one[0], one[2]))
@@ -145,7 +145,7 @@ class _Search:
                 self._odd.append((node, name, saved))  # else it is a statistic, computed from the inputs
             return
         if (reason := why(NO_RESULT, node, name_of(node), name, saved.detach())) is not None:
-            self._told.setdefault(node, reason)
+            self._reasons.setdefault(node, reason)
         if saved.grad_fn is None:
             self._has_data.add(node)
         elif not _only_of_a_parameter(maker := _maker(saved.grad_fn)):
@@ -226,12 +226,12 @@ class _Search:
 
     def _made_in(self, behind: list[Node]) -> Origin | None:
         """Return the first of these operations that is known to have made a value that is not finite."""
-        made = [one for one in behind if one in self._told or self._overflows(one)]
+        made = [one for one in behind if one in self._reasons or self._overflows(one)]
         if not made:
             return None
         maker = min(made, key=lambda one: one._sequence_nr())
         near = _parameter_near(self._loss, maker)
-        return Origin(name_of(maker), None, near, False, why=self._told.get(maker))
+        return Origin(name_of(maker), None, near, False, why=self._reasons.get(maker))
 
     def _overflows(self, node: Node) -> bool:
         """True if the result of the operation, computed again from the tensors that it saved, is not finite."""
@@ -261,7 +261,7 @@ class _Search:
     def undefined(self) -> tuple[str | None, Origin | None]:
         """Find, in the order of the backward, the first cause that turns any gradient, even 0, into NaN."""
         own = [node for node in reversed(self._nodes) if node not in self._hidden and _is_of_torch(node)]
-        reasons = {node: reason for node in own if (reason := self._told.get(node) or self._steep(node)) is not None}
+        reasons = {node: reason for node in own if (reason := self._reasons.get(node) or self._steep(node)) is not None}
         for node, name, saved in self._odd:
             if node in own and not (node in reasons and _is_result(name)) and _spoils(node):
                 return None, self.origin_of(node, saved)
@@ -318,7 +318,7 @@ def _spoils(node: Node) -> bool:
         ):
             if following is None or grad is None or bool(grad.isfinite().all()):
                 continue
-            is_end = leaf_of(following) is not None or name_of(following) in _PRODUCTS or not _is_of_torch(following)
+            is_end = leaf_of(following) is not None or name_of(following) in _SPREAD_NAN or not _is_of_torch(following)
             if is_end or len(following._input_metadata) != 1 or _saved(following)[1]:
                 return True
             left.append((following, [grad]))

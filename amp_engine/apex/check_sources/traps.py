@@ -17,7 +17,7 @@ _WRAPPERS = {
 }
 _CLIPS = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm", "torch.nn.utils.clip_grad_value_"}
 _BINARY_CROSS_ENTROPIES = {"torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"}
-_PRODUCTS = {
+_TAKE_WEIGHTS = {
     *(f"torch.{name}" for name in ["addmm", "bmm", "einsum", "matmul", "mm", "mv", "tensordot"]),
     *(f"torch.nn.functional.conv{name}" for name in ["1d", "2d", "3d", "_transpose1d", "_transpose2d", "_transpose3d"]),
     *(f"torch.nn.functional.{name}" for name in ["bilinear", "embedding", "group_norm", "layer_norm", "linear"]),
@@ -90,7 +90,8 @@ class Traps:
             for target in self._assigned.get(call, [])
         }
         products: list[tuple[ast.expr, list[ast.expr]]] = [
-            (call, [*call.args, *(keyword.value for keyword in call.keywords)]) for call in self._calls_of(*_PRODUCTS)
+            (call, [*call.args, *(keyword.value for keyword in call.keywords)])
+            for call in self._calls_of(*_TAKE_WEIGHTS)
         ]
         for node in ast.walk(self._tree):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):

@@ -18,7 +18,28 @@ with needs("lightning"):
     from lightning.pytorch.plugins import Precision
 
 
-class AmpPrecision(Precision):
+class _WithScaler:
+    """What both plugins have: a loss scaler, which checkpoints hold, and the weights that are stepped."""
+
+    def __init__(self) -> None:
+        self.scaler = amp.GradScaler()
+        self._last: dict[str, Any] = {}  # the loss scale, after a run
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        """The weights that `optimizer` steps: masters at O2 and O5."""
+        return amp.master_params(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, also after the run of a Trainer."""
+        return self._last if amp.current_engine() is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved loss scale."""
+        if state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+
+class AmpPrecision(_WithScaler, Precision):
     """Lightning's precision plugin that trains at a level, for automatic and manual optimization.
 
     It initializes the parts of the LightningModule, which the module's steps call, and closes amp after the run.
@@ -28,9 +49,8 @@ class AmpPrecision(Precision):
     """
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
-        self.scaler = amp.GradScaler()
+        super().__init__()
         self._options = {"opt_level": opt_level, **options}
-        self._last: dict[str, Any] = {}  # the loss scale, after a run
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         """Initialize the parts of the model and the optimizers; see Lightning."""
@@ -63,19 +83,6 @@ class AmpPrecision(Precision):
         self.scaler.unscale_(optimizer)
         clip(optimizer, clip_val)
 
-    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """The weights that `optimizer` steps: masters at O2 and O5."""
-        return amp.master_params(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale, also after the run."""
-        return self._last if amp.current_engine() is None else self.scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved loss scale."""
-        if state_dict:
-            self.scaler.load_state_dict(state_dict)
-
     def teardown(self) -> None:
         """Close amp, which gives the parts their own types again."""
         self.scaler.update()  # leaves a `scale_loss` that an error in a backward left open
@@ -83,36 +90,20 @@ class AmpPrecision(Precision):
         amp.close()
 
 
-class AmpFabricPrecision(FabricPrecision):
+class AmpFabricPrecision(_WithScaler, FabricPrecision):
     """Fabric's precision plugin, for models and optimizers that `amp.initialize` took before `fabric.setup`."""
-
-    def __init__(self) -> None:
-        self._scaler = amp.GradScaler()
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward of the scaled loss; see Fabric."""
-        super().backward(self._scaler.scale(tensor), model, *args, **kwargs)
+        super().backward(self.scaler.scale(tensor), model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale the gradients, to clip them."""
-        self._scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, or skip; see Fabric."""
-        return self._scaler.step(optimizer, **kwargs)
-
-    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """The weights that `optimizer` steps: masters at O2 and O5."""
-        return amp.master_params(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale."""
-        return {} if amp.current_engine() is None else self._scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved loss scale."""
-        if state_dict:
-            self._scaler.load_state_dict(state_dict)
+        return self.scaler.step(optimizer, **kwargs)
 
 
 def _called(module: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from amp_engine.advice.command import check_json, split, write_json
+from amp_engine.advice.command import check_json, parser_of, split, write_json
 from amp_engine.advice.running import check_script, child_command, child_environment
 from amp_engine.errors import AmpError
 
@@ -63,13 +63,10 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=NAME,
-        usage=f"{NAME} [options] script.py [arguments of the script]\n"
-        f"       {NAME} [options] -m package.module [arguments of the module]",
-        description="Run an unmodified training script, with or without amp, and say which share of each tensor's "
+    parser = parser_of(
+        NAME,
+        "Run an unmodified training script, with or without amp, and say which share of each tensor's "
         "steps rounding erases, the worst first, and what to do. The script is ended after its steps.",
-        allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=20, help="of the first optimizer that steps (default 20)")
     parser.add_argument("--every", type=int, default=1, help="audit each how-manieth step (default 1)")

@@ -68,15 +68,12 @@ def write_json(command: str, path: Path | None, text: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=NAME,
-        usage=f"{NAME} [options] script.py [arguments of the script]\n"
-        f"       {NAME} [options] -m package.module [arguments of the module]",
-        description="Run a few steps of an unmodified training script at each level; compare losses, speed and memory, "
+    parser = parser_of(
+        NAME,
+        "Run a few steps of an unmodified training script at each level; compare losses, speed and memory, "
         "and say which level to take. The script runs once for each level and twice at O0, and is ended after its "
         "steps. Files that it writes until then are written each time. A script without amp is tried where it has one "
         "model and one optimizer.",
-        allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=20, help="of the first optimizer, at each level (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps that times leave out (default 5)")
@@ -85,6 +82,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of random, numpy and torch (default 0)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all records to a file")
     return parser
+
+
+def parser_of(command: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that runs a script."""
+    return argparse.ArgumentParser(
+        prog=command,
+        usage=f"{command} [options] script.py [arguments of the script]\n"
+        f"       {command} [options] -m package.module [arguments of the module]",
+        description=description,
+        allow_abbrev=False,
+    )
 
 
 def split(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:

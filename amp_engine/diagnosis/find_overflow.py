@@ -172,8 +172,7 @@ class _Search(Recorder):
         for module, name in self.modules.items():
             for key, buffer in module.named_buffers(recurse=False):
                 for bad in filter(_is_bad, _floats([buffer])):
-                    path = f"{name.name}.{key}" if name.name else key
-                    self._note(self._source("buffers", bad, name, parameter=path), [bad])
+                    self._note(self._source("buffers", bad, name, parameter=name.path_to(key)), [bad])
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note it if an input or a result is not finite."""

@@ -22,6 +22,10 @@ class Module(NamedTuple):
     name: str
     type: str | None
 
+    def path_to(self, tensor: str) -> str:
+        """The name in the model of one of the module's own parameters or buffers."""
+        return f"{self.name}.{tensor}" if self.name else tensor
+
 
 class Recorder(DispatchMode):
     """Calls its own methods `given`, `gave` and `run` while a batch runs inside of `following`.
@@ -141,11 +145,13 @@ def names_of(models: Sequence[nn.Module]) -> dict[nn.Module, Module]:
 def places_in(models: Sequence[nn.Module]) -> dict[int, Place]:
     """Return the place of each parameter by its id, with module names from `names_of`."""
     places: dict[int, Place] = {}
-    for module, (path, kind) in names_of(models).items():
+    for module, named in names_of(models).items():
         for name, param in module.named_parameters(recurse=False):
-            full, first = f"{path}.{name}" if path else name, places.get(id(param))
+            path, first = named.path_to(name), places.get(id(param))
             places[id(param)] = (
-                Place(full, path, kind) if first is None else first._replace(parameter=f"{first.parameter} = {full}")
+                Place(path, named.name, named.type)
+                if first is None
+                else first._replace(parameter=f"{first.parameter} = {path}")
             )
     return places
 
@@ -153,8 +159,8 @@ def places_in(models: Sequence[nn.Module]) -> dict[int, Place]:
 def buffers_in(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the buffers by name, with module names from `names_of`."""
     return {
-        f"{path}.{name}" if path else name: buffer
-        for module, (path, _) in names_of(models).items()
+        named.path_to(name): buffer
+        for module, named in names_of(models).items()
         for name, buffer in module.named_buffers(recurse=False)
     }
 

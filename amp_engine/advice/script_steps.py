@@ -19,7 +19,7 @@ class ScriptSteps:
     """Calls functions around each step of an optimizer that takes hooks, but not inside of another step."""
 
     def __init__(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> None:
-        self._functions = before, after
+        self._before, self._after = before, after
         self._process = os.getpid()
         self._depth = 0  # wrappers step an optimizer in their own step, and subclasses call super().step()
         self._handles = [
@@ -37,14 +37,14 @@ class ScriptSteps:
             return
         self._depth += 1
         if self._depth == 1 and takes_hooks(optimizer):
-            self._functions[0](optimizer)
+            self._before(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or os.getpid() != self._process:
             return
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and takes_hooks(optimizer):
-            self._functions[1](optimizer)
+            self._after(optimizer)
 
 
 def models_of(optimizer: Optimizer) -> list[nn.Module]:

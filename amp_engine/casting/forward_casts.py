@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from amp_engine.casting.regions import cast_region, is_outside
+from amp_engine.casting.regions import cast_region, is_in_autocast, is_outside
 from amp_engine.errors import AmpRuntimeWarning
 from amp_engine.ground.containers import cast_tensors
 from amp_engine.ground.distributed import is_fsdp2
@@ -225,7 +225,7 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
 
 
 def _warn_of_autocast() -> None:
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+    if is_in_autocast():
         warnings.warn(  # Python shows it once
             "A model that amp.initialize cast is called inside of torch.autocast, which then decides types beside the "
             "level.  Take `with torch.autocast(...)` out.",

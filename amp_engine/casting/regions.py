@@ -40,6 +40,11 @@ def is_outside() -> bool:
     return torch.get_autocast_dtype("cpu") not in (torch.float32, torch.float64)
 
 
+def is_in_autocast() -> bool:
+    """True inside of a torch.autocast of the user's, which casts beside our casts, or in spite of a float region."""
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
 def float_region() -> AbstractContextManager[Any]:
     """Return a context in which this thread casts nothing. Nests. torch.autocast on the CPU is off inside, too."""
     return _region(torch.float32, not _Outside.is_cast)

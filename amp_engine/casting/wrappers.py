@@ -6,6 +6,7 @@ As in apex, a wrapper looks only at arguments at the top level, and at lists and
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar, cast
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.calls import Call, Casts
-from amp_engine.casting.regions import float_region
+from amp_engine.casting.regions import float_region, is_in_autocast
+from amp_engine.errors import AmpRuntimeWarning
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import TensorBase, fake_mode, without_subclasses
 
@@ -204,9 +206,22 @@ def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call |
         return None
     if not casts.were_used:
         casts.note_use()
+        _warn_of_autocast(casts)
     if not casts.is_observed or fake_mode() is not None:
         return None
     return Call(name or f"{fn.__module__}.{getattr(fn, '__qualname__', _name(fn))}", kind)
+
+
+def _warn_of_autocast(casts: Casts) -> None:
+    """Warn at the first call that casts, since C++ takes later ones. With `casts="model"` the model's forward warns."""
+    if casts.everywhere and is_in_autocast():
+        warnings.warn(
+            f"Functions that amp.initialize(..., opt_level={casts.origin!r}) casts are called inside of "
+            "torch.autocast, which casts their arguments once more, to its own type; on a GPU also in modules of "
+            "amp.keep_float.  Take `with torch.autocast(...)` out.",
+            AmpRuntimeWarning,
+            stacklevel=1,
+        )
 
 
 def _run(

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_engine import amp
 from amp_engine.casting.regions import is_outside
-from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 
 from ..support import CAST_LEVELS, FUNCTION_LEVELS, HALF, assert_bitwise, backward, picture
+from .cuda_autocast import Computation, cuda_autocast, on_cuda
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -255,6 +256,22 @@ def test_an_autocast_of_another_device_inside_switches_nothing_on(low: torch.dty
         assert_bitwise(module(X), expected)
     assert_bitwise(amp.keep_float(module)(X), expected)
     assert_casts_are_on(low)
+
+
+def test_an_autocast_for_a_gpu_that_is_left_around_the_model_casts_here_too(low: torch.dtype) -> None:
+    """So the warning of it says."""
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, x)
+
+    module, x = amp.keep_float(Product()), on_cuda(X)
+    with Computation():
+        assert module(x).dtype == torch.float32
+        with cuda_autocast(low):
+            with pytest.warns(AmpRuntimeWarning, match="on a GPU also in modules of amp.keep_float"):
+                F.linear(x, x)
+            assert module(x).dtype == low
 
 
 # --- on and off -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from amp_engine.ground import messages
 from amp_engine.kernels import _native
 from amp_engine.levels.report import Reporter
 from tests.models import MLP
-from tests.support import train
+from tests.support import FUNCTION_LEVELS, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -450,6 +450,29 @@ def test_a_cast_model_that_is_called_inside_of_autocast_warns(level: str) -> Non
     with torch.autocast("cpu", enabled=False):
         model(x)  # without a warning
     model(x)
+
+
+@pytest.mark.parametrize("casts", ["everywhere", "model"])
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_the_first_function_that_is_cast_inside_of_autocast_warns(level: str, casts: Any) -> None:
+    model, _ = pair(opt_level=level, casts=casts, verbosity=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(AmpRuntimeWarning) as heard:
+        MLP.loss(model, MLP.batch())
+    (warning,) = heard
+    assert "torch.autocast" in str(warning.message)
+    assert str(warning.message).endswith("Take `with torch.autocast(...)` out.")
+    assert (f"opt_level='{level}'" in str(warning.message)) is (casts == "everywhere")
+    MLP.loss(model, MLP.batch())  # without a warning
+
+
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_autocast_that_is_off_or_comes_without_casts_does_not_warn(level: str) -> None:
+    model, _ = pair(opt_level=level, verbosity=0)
+    with torch.autocast("cpu", enabled=False):
+        MLP.loss(model, MLP.batch())
+    amp.close()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        MLP.loss(model, MLP.batch())
 
 
 def test_categories_are_exported() -> None:

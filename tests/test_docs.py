@@ -24,6 +24,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from amp_engine import amp
 from amp_engine.apex import finder
 from amp_engine.ground import messages
+from tests.gpu_run import steps
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -130,6 +131,16 @@ def test_no_line_is_longer_than_a_window(page):
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_two_pages_have_the_bytes_of_a_step_that_the_benchmark_counts():
+    speed, stepping = (
+        " ".join((ROOT / "docs" / page).read_text().split()) for page in ("speed.md", "design/stepping.md")
+    )
+    ours = f"{steps.CHECK + steps.UPDATE['adam']:.0f} bytes a parameter for Adam, with clipping or without"
+    assert ours in speed
+    for page in (speed, stepping):
+        assert re.search(rf"GradScaler,? \D* 52, with clipping {steps.PEER:.0f}\b", page)
 
 
 # Code

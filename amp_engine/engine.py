@@ -67,8 +67,8 @@ class Engine:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    `initialize` may be called again with further models and optimizers: its policy and scalers replace the
-    earlier ones, and earlier models and optimizers stay initialized. Leaving the context calls `close()`.
+    `initialize` may be called again, in any thread, with further models and optimizers: its policy and scalers replace
+    the earlier ones, and earlier models and optimizers stay initialized. Leaving the context calls `close()`.
 
     An engine is `Stateful`: torch.distributed.checkpoint saves it as an entry of a dictionary.
     """

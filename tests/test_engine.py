@@ -538,6 +538,33 @@ def test_two_threads_initialize_models_of_their_own(level):
     assert model.weight.dtype == other.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_threads_share_the_engine_of_amp_and_have_scales_of_their_own_in_engines_of_their_own(own):
+    both, scales = threading.Barrier(2, timeout=60), {}
+
+    def train_at(level):
+        engine = Engine() if own else amp
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if level == "O5":
+            both.wait()  # after the other one
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if level == "O2":
+            both.wait()
+        both.wait()
+        backward(engine, model, optimizer)
+        optimizer.step()
+        scales[level] = engine.get_scale().item()
+        both.wait()
+        if own or level == "O5":
+            engine.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train_at, ["O2", "O5"]))
+    assert scales == {"O2": 65536.0 if own else 1.0, "O5": 1.0}
+    assert amp.current_engine() is None
+
+
 def test_representations_say_what_it_is(engine):
     assert repr(engine) == "<Engine: initialize() was not called>"
     model = linear()

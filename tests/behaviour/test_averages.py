@@ -456,6 +456,43 @@ def test_an_average_of_parameters_that_is_given_the_masters_follows_them(level: 
         assert_bitwise(param.detach(), average.to(param.dtype))
 
 
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("level", LOW_LEVELS)
+def test_torchs_average_that_is_made_before_meets_half_weights_and_ours_in_its_place_the_exact_ones(
+    level: str, average: str
+) -> None:
+    """docs/training_loop.md says what torch's does, and what to write."""
+    plain, rounded, model = CNN.model(), CNN.model(), CNN.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = AVERAGES[average]()
+    made_before, expected, of_rounded = (AveragedModel(one, **arguments) for one in (model, plain, rounded))
+    ours = amp.averaged_model(model, optimizer, **arguments)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    message = ""
+    for index in range(2):
+        train(CNN, model, optimizer, "c", first=index)
+        plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        ours.update_parameters(model)
+        expected.update_parameters(plain)
+        with torch.no_grad():
+            for copied, param in zip(rounded.parameters(), model.parameters(), strict=True):
+                copied.copy_(param)
+        of_rounded.update_parameters(rounded)
+        try:
+            made_before.update_parameters(model)
+        except RuntimeError as error:
+            message = str(error)
+    assert_bitwise(state(ours), state(expected))
+    if average != "equal weights":  # which torch's versions take for bfloat16, or do not
+        assert ("dtype" in message) is (average != "exponential, one by one")
+    if not message:
+        for silent, wanted in zip(made_before.parameters(), of_rounded.parameters(), strict=True):
+            torch.testing.assert_close(silent, wanted, rtol=0, atol=1e-6)
+    after = amp.averaged_model(model, optimizer, **arguments)
+    after.load_state_dict(made_before.state_dict())
+    assert_bitwise(state(after), state(made_before))
+
+
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_an_averaged_model_made_with_warnings_as_errors_changes_nothing(level: str) -> None:
     model, optimizer = started(level)

@@ -76,6 +76,15 @@ def test_a_level_as_it_comes_has_no_overrides(level: str) -> None:
         assert not any(p.is_override for p in found.asked.properties)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_skip_on_overflow_is_said_where_it_decides(level: str) -> None:
+    with Engine() as engine:
+        values = {p.name: p.value for p in made(engine, Mlp(), level).asked.properties}
+        assert values.get("skip_on_overflow") == (
+            None if level in ("O1", "O2") else "auto" if level in ("O4", "O5") else "False"
+        )
+
+
 def test_overrides_are_told_from_what_the_level_says() -> None:
     with Engine() as engine:
         found = made(engine, NormedMlp(), "O2", loss_scale=64.0, keep_batchnorm_fp32=False, num_losses=3)

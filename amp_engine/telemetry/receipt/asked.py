@@ -21,8 +21,10 @@ def described(engine: Engine, policy: Policy) -> Asked:
         ("num_losses", len(engine.scalers), 1),
         ("min_loss_scale", engine.min_loss_scale, None),
         ("max_loss_scale", engine.max_loss_scale, DEFAULT_MAX_LOSS_SCALE),
-        ("skip_on_overflow", engine._scaling.skips.value, parse_skips("auto", policy).value),
     ]
+    skips, default = engine._scaling.skips, parse_skips("auto", policy)
+    if isinstance(policy.loss_scale, float) or skips is not default:  # dynamic scales skip whatever it says
+        rows.append(("skip_on_overflow", skips.value, default.value))
     if (casts := engine.function_casts.casts) is not None:
         rows.append(("casts", "everywhere" if casts.everywhere else "model", "everywhere"))
     properties = tuple(Property(name, str(value), str(default)) for name, value, default in rows)

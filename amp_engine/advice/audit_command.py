@@ -66,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         NAME,
         "Run an unmodified training script, with or without amp, and say which share of each tensor's "
-        "steps rounding erases, the worst first, and what to do. The script is ended after its steps.",
+        "steps rounding erases, the worst first, and what to do. The script is ended after its steps. For one that "
+        "imports apex type: python -m amp_engine.apex -m amp_engine audit script.py",
     )
     parser.add_argument("--steps", type=int, default=20, help="of the first optimizer that steps (default 20)")
     parser.add_argument("--every", type=int, default=1, help="audit each how-manieth step (default 1)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from amp_engine.scaling.outcome import Outcome
@@ -14,7 +15,7 @@ LIMIT = 1000
 
 KEPT_LOSSES = 64
 
-_LET_WAIT = 64  # number of unknown outcomes above which the host asks for them
+_LET_WAIT = 16  # number of outcomes above which `note` adds those that have arrived
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class ScaleHistory:
         self._tracks.update((loss_id, Track(scale)) for loss_id, scale in enumerate(scales))
 
     def note(self, loss_id: int, outcome: Outcome, number: int = 0, follows: int | None = None) -> None:
-        """Note a concluded backward. Its outcome is added once the host knows it. Does not wait.
+        """Keep a concluded backward, which is added when the history is read, or when many are kept. Does not wait.
 
         Ignores a captured backward, as the host does not see the replays that run it.
 
@@ -106,31 +107,27 @@ class ScaleHistory:
             number: the number of the backward in its engine; 0 if it has none.
             follows: the number of the backward before it that is for the same step.
         """
-        if outcome.has_arrived and not self._waiting:
-            self._add(loss_id, outcome, number, follows)
-            return
         if outcome.is_captured:
             return
-        waiting = self._waiting
-        waiting.append((loss_id, outcome, number, follows))
-        while waiting and waiting[0][1].has_arrived:
-            self._add(*waiting.popleft())
-        if len(waiting) > _LET_WAIT:
+        self._waiting.append((loss_id, outcome, number, follows))
+        if len(self._waiting) > _LET_WAIT:
             self.hear(wait=False)
 
     def hear(self, wait: bool) -> None:
         """Add the outcomes that have arrived; with `wait`, wait for all and add them."""
-        while self._waiting and (wait or self._waiting[0][1].is_known()):
-            self._add(*self._waiting.popleft())
+        waiting = self._waiting
+        with suppress(IndexError):  # another thread has added the last one
+            while waiting and (wait or waiting[0][1].is_known()):
+                self._add(*waiting.popleft())
 
     def track(self, loss_id: int) -> Track:
-        """Return the track of one loss, with the outcomes that were added so far."""
+        """Return the track of one loss, with the outcomes that have arrived so far. Does not wait."""
+        self.hear(wait=False)
         return self._tracks[loss_id]
 
     def losses_before(self, loss_id: int, number: int) -> list[float]:
         """Return the known `Track.losses` of backwards before `number`, or of all if it is 0. Does not wait."""
-        self.hear(wait=False)
-        losses = tuple(self._tracks[loss_id].losses)  # a copy, as another thread may add losses
+        losses = tuple(self.track(loss_id).losses)  # a copy, as another thread may add losses
         return [loss for earlier, loss in losses if earlier < number or number == 0]
 
     def _add(self, loss_id: int, outcome: Outcome, number: int, follows: int | None) -> None:

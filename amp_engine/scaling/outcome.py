@@ -45,11 +45,6 @@ class Outcome(HostNumbers):
         """!= 0 if the gradients are not finite: float32, shape [], on the device."""
         return self.numbers[0]
 
-    @property
-    def has_arrived(self) -> bool:
-        """True if the host has found that the numbers have arrived. Asks no device."""
-        return self.values is not None
-
     def overflowed(self) -> bool:
         """True if the gradients are not finite. Waits."""
         return self.read() != 0

@@ -28,7 +28,6 @@ def scalars(engine: Engine) -> dict[str, float]:
     if not policy.enabled:
         return {}
     history, scalers = engine._scaling.history, engine.scalers
-    history.hear(wait=False)
     tracks = [history.track(loss_id) for loss_id in range(len(scalers))]
     found: dict[str, float] = {}
     for loss_id, (scaler, track) in enumerate(zip(scalers, tracks, strict=True)):

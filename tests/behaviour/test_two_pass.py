@@ -19,7 +19,6 @@ from amp_engine import Engine, amp, kernels
 from amp_engine.ground.devices import HostNumbers
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from amp_engine.optimizers.fused_step import FusedStep
-from amp_engine.scaling.outcome import Outcome
 from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -1112,7 +1111,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """The host knows no flag until `late.known` says so; waiting for a flag gives it as ever."""
     late, is_known = Late(), HostNumbers.is_known
     monkeypatch.setattr(HostNumbers, "is_known", lambda flag: late.known and is_known(flag))
-    monkeypatch.setattr(Outcome, "has_arrived", property(lambda outcome: late.known and outcome.is_known()))
     return late
 
 

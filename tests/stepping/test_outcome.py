@@ -17,7 +17,6 @@ def numbers(flag: float = 1.0, *flushed: float, loss: float = 0.0) -> torch.Tens
 def test_the_numbers_are_told_by_name() -> None:
     outcome = Outcome(numbers())
     assert outcome.is_known()
-    assert outcome.has_arrived
     assert (outcome.overflowed(), outcome.next_scale(), outcome.scale()) == (True, 4.0, 8.0)
     assert (outcome.number(), outcome.loss(), outcome.has_flushed()) == (None, None, False)
     assert not Outcome(numbers(0.0)).overflowed()

@@ -19,16 +19,15 @@ class Late:
 
     def __init__(self, overflowed: bool, scale: float, is_captured: bool = False, loss: float | None = None) -> None:
         self._overflowed, self._scale, self._loss, self.is_captured = overflowed, scale, loss, is_captured
-        self.is_there = self.has_arrived = False
+        self.is_there = False
         self.questions = 0
 
     def is_known(self) -> bool:
         self.questions += 1
-        self.has_arrived |= self.is_there
-        return self.has_arrived
+        return self.is_there
 
     def overflowed(self) -> bool:
-        self.has_arrived = True
+        self.is_there = True
         return self._overflowed
 
     def next_scale(self) -> float:
@@ -64,20 +63,19 @@ def test_what_has_not_arrived_is_waited_for_by_nobody_but_who_says_so() -> None:
     history.begin([8.0])
     for one in late:
         history.note(0, one)
-    assert history.track(0).backwards == 0
     assert [one.questions for one in late] == [0, 0, 0], "nothing is asked on the way"
-    late[0].has_arrived = True  # by the code that decides on the step
-    late[2].has_arrived = True
+    assert history.track(0).backwards == 0
+    assert [one.questions for one in late] == [1, 0, 0], "whoever reads asks for the first"
+    late[0].is_there = True
+    late[2].is_there = True
     early = Late(False, 4.0)
-    early.has_arrived = True
+    early.is_there = True
     history.note(0, early)
     assert history.track(0).backwards == 1, "in their order"
     late[1].is_there = True
-    history.hear(wait=False)
     assert (history.track(0).backwards, history.track(0).overflows) == (4, 1)
     assert history.track(0).points == [Point(0, 8.0), Point(2, 4.0, 1)]
     history.note(0, Late(False, 4.0))
-    history.hear(wait=False)
     assert history.track(0).backwards == 4
     history.hear(wait=True)
     assert history.track(0).backwards == 5
@@ -124,7 +122,7 @@ def test_the_last_losses_are_kept() -> None:
     history.begin([8.0])
     for number in range(3 * KEPT_LOSSES):
         early = Late(False, 8.0, loss=float(number))
-        early.has_arrived = True
+        early.is_there = True
         history.note(0, early, number)
     assert history.losses_before(0, 10**6) == [float(number) for number in range(2 * KEPT_LOSSES, 3 * KEPT_LOSSES)]
 
@@ -163,6 +161,7 @@ def test_of_accumulated_backwards_the_last_loss_is_kept(
             if index % 3 == 2:
                 optimizer.step()
                 optimizer.zero_grad()
+        engine._scaling.history.hear(wait=True)
         kept = engine._scaling.history.track(0).losses
         assert list(kept) == [(3, losses[2]), (6, losses[5]), (9, losses[8])]
 
@@ -201,6 +200,7 @@ def test_an_engine_keeps_the_history_of_its_scalers(level: str) -> None:
         assert track.scale == engine.scalers[0].loss_scale()
         engine.scalers[0]._loss_scale = 4.0
         train(MLP, model, optimizer, "c", engine=engine)
+        track = engine._scaling.history.track(0)
         assert track.points[-1] == Point(7, 4.0), "what somebody writes is seen at the next backward"
 
 

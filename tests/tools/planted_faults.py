@@ -885,7 +885,8 @@ def the_receipt_and_the_report_number_alike(level: str) -> list[str]:
         run.optimizer.zero_grad()
     number = run.engine.overflow_report()[0].backward
     history = receipt.__module__
-    points = [p.backward for one in run.engine._scaling.history._tracks.values() for p in one.points if p.overflows]
+    tracks = [run.engine._scaling.history.track(loss_id) for loss_id in range(2)]
+    points = [p.backward for one in tracks for p in one.points if p.overflows]
     return [f"{number} backward {history} backward {points[0]}"]
 
 

@@ -134,7 +134,11 @@ class Rows:
     def scan(self) -> None:
         """Update the rows to the present groups, if the optimizer is alive."""
         optimizer = self._optimizer()
-        if optimizer is not None and not self._is_scanned(optimizer.param_groups):
+        if optimizer is None:
+            return
+        now = [group["params"] for group in optimizer.param_groups]
+        is_same = len(now) == len(self._scanned) and all(map(tensor_lists.same_objects, now, self._scanned))
+        if not is_same or self._has_unfrozen():
             self._rescan(optimizer.param_groups)
             self.look_at_types()
 
@@ -144,9 +148,9 @@ class Rows:
         self._scanned = [tuple(group["params"]) for group in groups]
         self._note_moves(earlier)
 
-    def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
-        now = [group["params"] for group in groups]
-        return len(now) == len(self._scanned) and all(map(tensor_lists.same_objects, now, self._scanned))
+    def _has_unfrozen(self) -> bool:
+        """True if a parameter in the groups needs a master that it did not need at the last scan."""
+        return False
 
     def look_at_types(self) -> None:
         """Note which weights are low-precision, if that matters. Loops over all weights."""
@@ -293,10 +297,12 @@ class Rows:
         """
         if before.params is not self._low:
             return False  # the marks are of other rows
-        places = [place for place, was_there in before.moved() if was_there] if before.have_moved() else []
-        params, held = self.columns.params, self.ledger.slots.held
-        written = [] if held is None else [params[row] for row in held.written()]
-        written += [self.masters[place].param for place in places]
+        held = self.ledger.slots.held
+        rows = [] if held is None else held.written()
+        if not rows and not before.have_moved():
+            return False
+        written = [self.columns.params[row] for row in rows]
+        written += [self.masters[place].param for place, was_there in before.moved() if was_there]
         is_written = any(p.grad is not None for p in written)
         # Gradients of a parameter that has several masters come and go with the windows of each.
         return is_written and all(len(list(masters_of(master.param))) == 1 for master in self.masters)
@@ -465,11 +471,10 @@ class MasterRows(Rows):
         """The master whose weight, in the groups, is this very object."""
         return self._by_weight.get(id(weight))
 
-    def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
-        if not super()._is_scanned(groups):
-            return False
+    def _has_unfrozen(self) -> bool:
+        """True if a parameter in the groups needs a master that it did not need at the last scan."""
         plain = self.columns.plain
-        return not (plain and any(is_low_precision(p) and p.requires_grad for p in plain))  # one was unfrozen
+        return len(plain) > 0 and any(is_low_precision(p) and p.requires_grad for p in plain)
 
     def _replace(self, groups: list[dict[str, Any]]) -> None:
         """Replace low-precision parameters in `groups` by their masters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,11 +66,8 @@ class Sentinel:
 
     def _look(self) -> None:
         self._grad = GRAD.__get__(self.param)
-        self._version = self._version_of(self._grad)
-
-    def _version_of(self, grad: Tensor | None) -> int:
-        plain = self._filled if grad is self._tiny else grad
-        return 0 if plain is None else plain._version
+        self._plain: Any = self._filled if self._grad is self._tiny else self._grad
+        self._version = 0 if self._plain is None else self._plain._version
 
     def show(self) -> bool:
         """Have the parameter show a tiny gradient unless it has a gradient. Returns True if it shows one.
@@ -85,7 +83,7 @@ class Sentinel:
                 self._tiny = self._filled.as_subclass(_Tiny) if type(self._filled) is Tensor else self._filled
             self._fresh = self._filled._version
         GRAD.__set__(self.param, self._tiny)
-        self._grad, self._version = self._tiny, self._fresh
+        self._grad, self._plain, self._version = self._tiny, self._filled, self._fresh
         return True
 
     def hear(self) -> Zeroed:
@@ -93,7 +91,7 @@ class Sentinel:
         now = GRAD.__get__(self.param)
         if now is None:
             return Zeroed.GONE
-        is_untouched = now is self._grad and self._version_of(now) == self._version
+        is_untouched = now is self._grad and self._plain._version == self._version
         is_zeroed = not is_untouched and (_notes_zero(now) or arithmetic.is_zero(now))
         if self._grad is self._tiny and (is_untouched or is_zeroed or _is_tiny(now, self.param)):
             self.hide()  # else an unscaled backward added to it
@@ -120,6 +118,7 @@ _SPENT = 1  # a step discarded the gradient
 _ZERO = 2  # a step discarded the gradient, and it was zeroed in place since
 _AS_SPENT = bytes([0]) + bytes([_SPENT]) * 255
 _AS_ZERO = bytes([0]) + bytes([_ZERO]) * 255
+_bits = partial(int.from_bytes, byteorder="little")  # of the states of all rows, as one number
 
 
 class Spent:
@@ -236,7 +235,3 @@ class Spent:
             self.is_zeroed_in_place = True
             self.zero_all()
         return True
-
-
-def _bits(states: bytes | bytearray) -> int:
-    return int.from_bytes(states, "little")

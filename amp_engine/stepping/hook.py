@@ -112,14 +112,7 @@ class StepHook:
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
 
     def _prepare(self) -> None:
-        """Unscale gradients that are still scaled. Raises AmpStateError if no step is allowed."""
-        self._refuse_in_body()
-        self._stepped.check_first_use()
-        self._backwards.close_windows_into(self._stepped)
-        self._stepped.hide_spent()
-
-    def _refuse_in_body(self) -> None:
-        """Raise AmpStateError in the body of a `scale_loss` that lists the optimizer."""
+        """Unscale gradients that are still scaled. Raises AmpStateError in the body of a `scale_loss` of theirs."""
         if self._stepped.window.is_in_body and not self._backwards.evidence.is_rehearsal:
             raise AmpStateError(
                 f"{type(self._stepped.optimizer).__name__}.step() was called inside of the "
@@ -127,6 +120,9 @@ class StepHook:
                 "stepped.  Leave the `with` first, then call step(); a hook of register_post_accumulate_grad_hook runs "
                 "in the backward, and cannot step here."
             )
+        self._stepped.check_first_use()
+        self._backwards.close_windows_into(self._stepped)
+        self._stepped.hide_spent()
 
     def remove(self) -> None:
         """Remove these hooks from the optimizer. Only `remove_hooks` calls it."""

@@ -490,8 +490,8 @@ class Stepper:
         found_inf = None
         for flag in flags:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
-        slots, has_copies = self.rows.ledger.slots, self.rows.writes_parameters or self.rows.columns.has_shards
-        copies = None if has_copies else casts.copies(step.weights)
+        slots, has_shards = self.rows.ledger.slots, self.rows.columns.has_shards
+        copies = None if step.copies is not None or has_shards else casts.copies(step.weights)
         check = self.rows.whole_check() if fused.rule.reads_sums else None
         fused.step(
             step,
@@ -504,7 +504,7 @@ class Stepper:
         )
         if copies is not None:
             casts.written(step.weights)
-        if self.rows.columns.has_shards:
+        if has_shards:
             shards.mark_written(step.params)
         self.rows.mark_in_sync()
 

@@ -212,7 +212,7 @@ class LossScaler:
         outcome = self._last_found_inf = update.outcome
         next_scale = outcome[1]
         if update.closed is not None:
-            update.closed.learn_inverse(update.inv_scale)
+            update.closed.inv_scale = update.inv_scale
         if self.auto is not None:
             found_inf, low, high = outcome[0], self._min_loss_scale, self._max_loss_scale
             self.auto.update_(self.scale, outcome[2], found_inf, largest, bad_loss, low, high)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
 
@@ -23,7 +25,6 @@ class ScaleSnapshot:
         self.is_identity = static == 1.0
         self._taken_from = current
         self._version = -1 if current.is_inference() else current._version  # an inference tensor has none
-        self._inv_scale: Tensor | None = None
 
     def is_still(self, current: Tensor) -> bool:
         """True if `current`, the scaler's own tensor, was not written since this snapshot. No host sync."""
@@ -37,13 +38,10 @@ class ScaleSnapshot:
             self._taken_from is other._taken_from and self._version == other._version and self._version >= 0
         )
 
-    @property
+    @cached_property
     def inv_scale(self) -> Tensor:
-        """1 / scale, computed in float64 and rounded once, as a static scale need not be a power of two."""
-        if self._inv_scale is None:
-            self._inv_scale = self.scale.double().reciprocal().float()
-        return self._inv_scale
+        """1 / scale, computed in float64 and rounded once, as a static scale need not be a power of two.
 
-    def learn_inverse(self, inv_scale: Tensor) -> None:
-        """Take the inverse from the kernel that adjusted the scale, which saves computing it."""
-        self._inv_scale = inv_scale
+        Computed at the first read, unless the kernel that adjusted the scale has given it.
+        """
+        return self.scale.double().reciprocal().float()

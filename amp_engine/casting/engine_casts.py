@@ -60,12 +60,14 @@ class EngineCasts:
 
     def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
         """Return the low-precision copies that a step must write beside FP32 weights; None if none are kept."""
-        cache = None if self.casts is None else self.casts.weight_copies
+        casts = self.casts
+        cache = None if casts is None else casts.weight_copies
         return None if cache is None else cache.copies(weights)
 
     def written(self, weights: Sequence[Tensor]) -> None:
         """Note that a step wrote these weights and their copies, and no other weight: copies stay valid."""
-        cache = None if self.casts is None else self.casts.weight_copies
+        casts = self.casts
+        cache = None if casts is None else casts.weight_copies
         if cache is not None:
             cache.written(weights)
 

@@ -194,7 +194,7 @@ class Window:
     def _enter(self, state: State, backward: Backward, waits: bool = False, looks_at_earlier: bool = False) -> None:
         if self.state is State.PREPARED:
             self.discard()  # the foreign `scale_loss` raised, and never closed it
-        is_reentered = self.is_left_open
+        is_reentered = self.state is State.LEFT_OPEN
         if not is_reentered:
             self._rows.materialize()  # new gradients will be added to these
         self._become(state)

@@ -173,7 +173,7 @@ class StepHook:
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
-        stepped.look_at_gradients()
+        stepped.look_at_gradients(optimizer)
         # Only the class's own step handles arguments, and the attributes that torch.amp.GradScaler sets.
         fused = fused_step_of(optimizer)
         is_plain = _says_nothing(optimizer, args, kwargs) and not hasattr(optimizer, "found_inf")

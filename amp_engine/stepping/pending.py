@@ -110,10 +110,11 @@ class Pending:
         backwards, self.backwards, self.accumulations = self.backwards, [], {}
         squares, self._squares = self._squares, []
         self._last = backwards, squares[0] if len(squares) == 1 else None
-        if on_device and not _are_known(backwards):
+        is_known = not on_device or _are_known(backwards)
+        self.hear(wait=is_known)
+        if not is_known:
             self._undecided.append([backward for backward in backwards if not backward.outcome.is_captured])
             return Take([backward.outcome.flag for backward in backwards if backward.skips])
-        self.hear(wait=True)
         self._conclude(backwards)
         return Skip() if self._skipped else Take()
 

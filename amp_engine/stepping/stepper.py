@@ -372,15 +372,13 @@ class Stepper:
 
     # The step.
 
-    def look_at_gradients(self) -> None:
+    def look_at_gradients(self, optimizer: Optimizer) -> None:
         """Before a step: discard gradients of an earlier step, and warn of gradients that never reach the masters.
 
         Raises AmpStateError if torch.amp.GradScaler is about to step such gradients.
         """
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
             self._discard_left_gradients()  # else they would pass for the gradients of this unseen backward
-        self.pending.hear(wait=False)
-        optimizer = self.optimizer
         if hasattr(optimizer, "found_inf"):
             self.refuse_foreign_scaler()
         if self.backward_seen:
@@ -409,7 +407,6 @@ class Stepper:
         whose replay would miss the decision.
         """
         optimizer, rows = args[0], self.rows
-        rows.judge_half()
         rows.follow()
         self._written_parameters.warn(optimizer, rows)
         # Plan once, before the decision: a group that joins between two plans could be stepped on inf.

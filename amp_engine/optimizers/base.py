@@ -15,7 +15,7 @@ from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import tensor_lists
-from amp_engine.optimizers.fused_step import FusedStep, Slot, StepInput, fused_step_of
+from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
 from amp_engine.optimizers.rules import Rule
 from amp_engine.optimizers.state_form import NORM
 
@@ -95,11 +95,10 @@ class FusedOptimizer(Optimizer):
         assert fused is not None
         weights = [p for group in self.param_groups for p in group["params"]]
         gradients, accesses, _, _ = tensor_lists.gradients(weights)
-        known = tensor_lists.OTHER not in accesses and not tensor_lists.asks_for_gradients(weights)
-        if not known:
+        are_plain = tensor_lists.OTHER not in accesses and not tensor_lists.asks_for_gradients(weights)
+        if not are_plain:
             gradients = [p.grad for p in weights]
-        slots = bytes([Slot.OWN if known else Slot.FOREIGN]) * len(weights)
-        step = StepInput(weights, weights, gradients, None, slots, bytes([self._unscales]) * len(weights))
+        step = StepInput(weights, weights, gradients, None, bytes([self._unscales]) * len(weights), are_plain)
         planned = None if self.master_weights else fused.plan(step)
         if planned is not None:
             self._step_unscaling(fused, planned)
@@ -143,8 +142,7 @@ class FusedOptimizer(Optimizer):
             copies[i] = None
             if weights[i] is params[i]:
                 weights[i] = params[i].detach().contiguous()
-        n = len(params)
-        step = StepInput(params, weights, gradients, copies, bytes([Slot.FOREIGN]) * n, bytes([self._unscales]) * n)
+        step = StepInput(params, weights, gradients, copies, bytes([self._unscales]) * len(params))
         planned = fused.plan(step)
         if planned is None:
             reason = fused.obstacle(step)

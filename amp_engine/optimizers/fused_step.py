@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -60,18 +59,6 @@ def release_fused_step(optimizer: Optimizer) -> None:
             fused.release()
 
 
-class Slot(IntEnum):
-    """The kind of gradient that a step finds in a row."""
-
-    EMPTY = 0
-    HELD = 1  # the model's low-precision gradient, still scaled, stands for the master's
-    OWN = 2  # the weight's own `.grad`, unscaled, in a form that the kernels take
-    FOREIGN = 3  # the weight's own `.grad`, perhaps sparse or of a type, class or layout that the kernels do not take
-
-
-_FOREIGN = int(Slot.FOREIGN)  # `in` finds an int in a third of the time
-
-
 @dataclass(slots=True)
 class StepInput:
     """The tensors that one step reads and writes, one row for each entry of the optimizer's groups, in order.
@@ -81,8 +68,9 @@ class StepInput:
         weights: n, the tensors to step: `params`, except for shards and an optimizer with masters of its own.
         gradients: n; of the weights' shapes, or None.
         copies: n low-precision parameters that the new weights are rounded into, or None each; None: there are none.
-        slots: n; the kind of each gradient; FOREIGN if the kind is not known.
         scaled: n; 1 for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
+        are_plain: True if all gradients are known to be dense, of the kernels' types, and laid out as their weights.
+        slots: n; the Slot of each gradient. Like `are_held` for the rows that the input comes from.
         are_held: True if no weight that has a copy has a gradient in its `.grad`.
         is_current: True if this step can use the tables of the last one; `FusedStep.plan` sets it.
     """
@@ -91,15 +79,11 @@ class StepInput:
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     copies: Sequence[Tensor | None] | None
-    slots: bytes
     scaled: bytes
+    are_plain: bool = False
+    slots: bytes = b""
     are_held: bool = False
     is_current: bool = False
-
-    @property
-    def are_plain(self) -> bool:
-        """True if all gradients are known to be dense, of the kernels' types, and laid out as their weights."""
-        return _FOREIGN not in self.slots
 
 
 class FusedStep:

@@ -22,7 +22,7 @@ from amp_engine.ground.dtypes import dtype_name, is_low_precision
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.backend import TensorList
-from amp_engine.optimizers.fused_step import Slot, StepInput
+from amp_engine.optimizers.fused_step import StepInput
 from amp_engine.stepping.arithmetic import is_zero
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
 from amp_engine.stepping.exact import discard_exact, exact_value_of
@@ -36,9 +36,10 @@ from amp_engine.stepping.master import (
     take_state,
     write_back_all,
 )
-from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, WholeCheck
+from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, WholeCheck
 
 _SCALED = bytes(slot == Slot.HELD for slot in range(256))
+_FOREIGN = int(Slot.FOREIGN)  # `in` finds an int in a third of the time
 
 # Rows that keep FP32 values of parameters, until they are released.
 _KEEPING: weakref.WeakSet[Rows] = weakref.WeakSet()
@@ -240,9 +241,16 @@ class Rows:
             for row, zeros in zip(zero_rows, _zeros_like([columns.weights[row] for row in zero_rows]), strict=True):
                 gradients[row], changed[row] = zeros, Slot.OWN
             slots = bytes(changed)
-        copies = columns.copies if self.masters else None
-        scaled = slots.translate(_SCALED)
-        return StepInput(columns.weights, columns.weights, gradients, copies, slots, scaled, are_held=not written)
+        return StepInput(
+            columns.weights,
+            columns.weights,
+            gradients,
+            columns.copies if self.masters else None,
+            slots.translate(_SCALED),
+            are_plain=_FOREIGN not in slots,
+            slots=slots,
+            are_held=not written,
+        )
 
     def _step_gradients(self, columns: Columns, are_held: bool) -> tuple[TensorList, bytes]:
         """Return the gradient of each row, and its Slot; `are_held` is True if no master has one of its own."""

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine.ground.distributed import is_placed_like, is_sharded, local_of
 from amp_engine.kernels.layout import address_of
-from amp_engine.optimizers.fused_step import FusedStep, Slot, StepInput
+from amp_engine.optimizers.fused_step import FusedStep, StepInput
 
 # DTensor -> the result of `to_local`, which makes a new view in each call.
 _PARTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -25,9 +25,7 @@ def plan(fused: FusedStep, step: StepInput) -> StepInput | None:
         return None  # it reads sums over whole tensors, which no rank has
     parts = [_part(weight, grad) for weight, grad in zip(step.params, step.gradients, strict=True)]
     weights = [_part_of(weight) for weight in step.params]
-    return fused.plan(
-        StepInput(step.params, weights, parts, None, bytes([Slot.FOREIGN]) * len(parts), bytes(len(parts)))
-    )
+    return fused.plan(StepInput(step.params, weights, parts, None, bytes(len(parts))))
 
 
 def mark_written(weights: Sequence[Tensor]) -> None:

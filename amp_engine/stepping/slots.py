@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,18 @@ from amp_engine import kernels
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.devices import moved
 from amp_engine.kernels import tensor_lists
-from amp_engine.optimizers.fused_step import Slot
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.master_parameter import HOLDING
+
+
+class Slot(IntEnum):
+    """The kind of gradient that a step finds in a row."""
+
+    EMPTY = 0
+    HELD = 1  # the model's low-precision gradient, still scaled, stands for the master's
+    OWN = 2  # the weight's own `.grad`, unscaled, in a form that the kernels take
+    FOREIGN = 3  # the weight's own `.grad`, perhaps sparse or of a type, class or layout that the kernels do not take
+
 
 # Translates the access of a weight's own gradient into its Slot.
 OWN_SLOTS = bytes.maketrans(

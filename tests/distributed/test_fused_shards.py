@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from amp_engine import amp, kernels
-from amp_engine.optimizers.fused_step import Slot, StepInput, fused_step_of
+from amp_engine.optimizers.fused_step import StepInput, fused_step_of
 from tests.ranks import on_ranks
 from tests.support import backward
 
@@ -74,11 +74,7 @@ def _step_whole(optimizer: torch.optim.Optimizer) -> None:
     fused = fused_step_of(optimizer)
     params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     with torch.no_grad():
-        step = fused.plan(
-            StepInput(
-                params, params, [p.grad for p in params], None, bytes([Slot.FOREIGN]) * len(params), bytes(len(params))
-            )
-        )
+        step = fused.plan(StepInput(params, params, [p.grad for p in params], None, bytes(len(params))))
         assert step is not None
         fused.step(step)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from amp_engine.optimizers.fused_step import Slot
 from amp_engine.stepping.master_parameter import MasterParameter
+from amp_engine.stepping.slots import Slot
 
 
 def slots_of(room: Any) -> list[str]:

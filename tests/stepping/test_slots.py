@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.kernels import tensor_lists
-from amp_engine.optimizers.fused_step import Slot
 from amp_engine.stepping.master_parameter import HOLDING
-from amp_engine.stepping.slots import NO_SLOTS, Slots
+from amp_engine.stepping.slots import NO_SLOTS, Slot, Slots
 
 EIGHTH = SimpleNamespace(inv_scale=torch.tensor(0.125))
 

@@ -419,7 +419,8 @@ class Stepper:
             rows.judge_half()
         if planned is None and self.needs_kernels:
             gradient_warnings.refuse_own_step(optimizer, fused, rows.step_input())
-        self._refuse_half_a_capture()
+        if self._is_captured and self.backward_seen:
+            self._refuse_half_a_capture()
         if planned is None or self._is_wrapped:
             self._refuse_capture()
         backward_seen, self.backward_seen, self._is_captured = self.backward_seen, False, False
@@ -457,8 +458,6 @@ class Stepper:
 
     def _refuse_half_a_capture(self) -> None:
         """Raise AmpStateError if a CUDA graph has the backward and not the step: a replay does not tell the host."""
-        if not (self.backward_seen and self._is_captured):
-            return
         weights = self.rows.columns.weights
         if weights and not devices.is_capturing(weights[0].device):
             raise AmpStateError(

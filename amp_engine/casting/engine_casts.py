@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_engine.casting import patch_torch
+from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.calls import Call
 from amp_engine.casting.explanation import Explanation
 from amp_engine.casting.function_casts import FunctionCasts, Observer
@@ -58,18 +59,11 @@ class EngineCasts:
         """Return a context without function casts in this thread; None if there are no casts."""
         return None if self.casts is None else float_region()
 
-    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
-        """Return the low-precision copies that a step must write beside FP32 weights; None if none are kept."""
+    @property
+    def weight_copies(self) -> WeightCache | None:
+        """The cache whose low-precision copies a step writes beside FP32 weights; None if none are kept."""
         casts = self.casts
-        cache = None if casts is None else casts.weight_copies
-        return None if cache is None else cache.copies(weights)
-
-    def written(self, weights: Sequence[Tensor]) -> None:
-        """Note that a step wrote these weights and their copies, and no other weight: copies stay valid."""
-        casts = self.casts
-        cache = None if casts is None else casts.weight_copies
-        if cache is not None:
-            cache.written(weights)
+        return None if casts is None else casts.weight_copies
 
     # For a backward.
 

@@ -34,6 +34,16 @@ from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.window import Window
 
 
+class WeightCopies(Protocol):
+    """Low-precision copies of FP32 parameters that live across steps."""
+
+    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return the copies that a step must write along with the weights."""
+
+    def written(self, weights: Sequence[Tensor]) -> None:
+        """Keep the copies of these weights: a step wrote these weights with their copies, and no other weights."""
+
+
 class Casts(Protocol):
     """The function casts of an engine, which make copies of FP32 parameters in low precision."""
 
@@ -43,11 +53,9 @@ class Casts(Protocol):
     def after_backward(self) -> None:
         """Discard all copies: after a backward any weight may have been written."""
 
-    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
-        """Return the copies that a step must write along with the weights; None if there are no casts."""
-
-    def written(self, weights: Sequence[Tensor]) -> None:
-        """Keep the copies of these weights: a step wrote these weights with their copies, and no other weights."""
+    @property
+    def weight_copies(self) -> WeightCopies | None:
+        """The copies that live across steps; None if none do."""
 
 
 class Stepper:
@@ -487,19 +495,19 @@ class Stepper:
         for flag in flags:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
         slots, has_shards = self.rows.ledger.slots, self.rows.columns.has_shards
-        copies = None if step.copies is not None or has_shards else casts.copies(step.weights)
+        kept = None if step.copies is not None or has_shards else casts.weight_copies
         check = self.rows.whole_check() if fused.rule.reads_sums else None
         fused.step(
             step,
-            copies,
+            None if kept is None else kept.copies(step.weights),
             inv_scale=slots.inv_scale,
             found_inf=found_inf,
             norm=slots.norm if slots.count > 0 else None,
             max_norm=slots.max_norm,
             checks=check.checked.checks if check is not None and check.unscaled is None else None,
         )
-        if copies is not None:
-            casts.written(step.weights)
+        if kept is not None:
+            kept.written(step.weights)
         if has_shards:
             shards.mark_written(step.params)
         self.rows.mark_in_sync()

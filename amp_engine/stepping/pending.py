@@ -106,12 +106,12 @@ class Pending:
             on_device: True if the step can read flags on the device. The host then never waits: it decides if it
                 already knows, and else learns the result later. If False, waits for the device.
         """
+        is_known = not on_device or _are_known(self.backwards)
+        self.hear(wait=is_known)  # first, since a report may raise, and the next step then still needs the decision
         self.steps += 1
         backwards, self.backwards, self.accumulations = self.backwards, [], {}
         squares, self._squares = self._squares, []
         self._last = backwards, squares[0] if len(squares) == 1 else None
-        is_known = not on_device or _are_known(backwards)
-        self.hear(wait=is_known)
         if not is_known:
             self._undecided.append([backward for backward in backwards if not backward.outcome.is_captured])
             return Take([backward.outcome.flag for backward in backwards if backward.skips])

@@ -12,7 +12,7 @@ namespace amp_engine {
 // One tensor of a list operation. If `x.data` is null, the operation skips the tensor.
 struct ListRow {
   Entry x;    // read and checked
-  Entry y;    // read by axpby; null in other operations
+  Entry y;    // read; null: there is no y
   Entry out;  // written; if null, x is only checked. May be x itself or y itself
   int64_t numel;
   uint32_t first_chunk;
@@ -28,7 +28,7 @@ struct ListShape {
   uint32_t unused;  // explicit padding: uploads compare the bytes of a table with the bytes on the GPU
 };
 
-// Results of `check` and `axpby` for each x before it is scaled. A tensor that is skipped has zeros.
+// Results of `check` for each x before it is scaled. A tensor that is skipped has zeros.
 struct Sums {
   double* sum_squares;  // [n]
   float* largest;       // [n], largest magnitude
@@ -38,7 +38,7 @@ struct Sums {
 struct CheckArgs {
   ListShape const* shapes;  // [n_tensors], like x, y and out
   void* const* x;
-  void* const* y;        // null: there is no y
+  void* const* y;        // null: there is no y; otherwise out = fma(a, x, b * y)
   void* const* out;      // null: nothing is written
   Chunk const* chunks;
   int64_t n_tensors;
@@ -47,8 +47,9 @@ struct CheckArgs {
   bool reciprocal;       // out = x * (1 / a) instead of x * a, with 1 / a rounded once from float64
   float const* clip_norm;  // out = x * min(1, max_norm / (clip_norm + 1e-6)) instead, only where nothing is checked;
   double max_norm;         // null clip_norm: not clipped
-  float const* b;        // axpby: out = fma(a, x, b * y)
-  Partial* partials;     // [n_chunks], scratch; null: nothing is checked, and all members below are ignored
+  float const* b;        // null: 1
+  bool checked;          // false: nothing is checked, and all members below are ignored
+  Partial* partials;     // [n_chunks], scratch
   Sums sums;
   double* total;         // [], sum of squares over all tensors; null: not computed
   float* norm;           // [], sqrt(total), times 1 / *norm_scale if norm_scale is not null; null: not computed
@@ -104,7 +105,6 @@ AMP_HD Entry gradient_of(StepArgs const& args, int64_t t) {
 
 namespace cpu {
 void check(CheckArgs const& args);
-void axpby(CheckArgs const& args);
 void step(StepArgs const& args);
 void update_scale(ScaleUpdate const& update);
 char const* capability();  // "avx512", "avx2" or "portable"

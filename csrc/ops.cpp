@@ -196,6 +196,7 @@ Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const&
   args.clip_norm = pointer<float>(given.clip_norm);
   args.max_norm = given.max_norm;
   args.b = pointer<float>(given.b);
+  args.checked = given.checked;
   if (given.checked) {
     auto const options = at::TensorOptions().device(device);
     result = {at::empty({n}, options.dtype(at::kBool)), at::empty({n}, options.dtype(at::kDouble)),
@@ -216,9 +217,9 @@ Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const&
     args.out = outs ? lists_.out.data() : nullptr;
     args.chunks = chunking_->chunks.data();
     args.partials = given.checked ? partials_in(partials_, args.n_chunks) : nullptr;
-    ys ? cpu::axpby(args) : cpu::check(args);
+    cpu::check(args);
   } else {
-    run_on_device(args, lists_, *chunking_, device_, ys != nullptr, given.checked, device);
+    run_on_device(args, lists_, *chunking_, device_, device);
   }
   if (outs) {
     bump_versions(*outs);
@@ -462,8 +463,7 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
 }
 
 #ifndef AMP_WITH_CUDA
-void run_on_device(CheckArgs&, CheckLists const&, Chunking const&, std::shared_ptr<DeviceTables>&, bool, bool,
-                   at::Device) {}
+void run_on_device(CheckArgs&, CheckLists const&, Chunking const&, std::shared_ptr<DeviceTables>&, at::Device) {}
 void step_on_device(StepArgs&, StepLists const&, std::vector<Group> const&, Chunking const&,
                     std::shared_ptr<DeviceTables>&, at::Device) {}
 void update_scale_on_device(ScaleUpdate const&, at::Device) {}

@@ -43,7 +43,7 @@ struct DeviceTables;  // tables that stay on the device between calls
 bool has_cuda();
 // run_on_device and step_on_device set the pointers of `args` to tables and scratch.
 void run_on_device(CheckArgs& args, CheckLists const& lists, Chunking const& chunking,
-                   std::shared_ptr<DeviceTables>& tables, bool is_axpby, bool is_checked, at::Device device);
+                   std::shared_ptr<DeviceTables>& tables, at::Device device);
 void step_on_device(StepArgs& args, StepLists const& lists, std::vector<Group> const& groups, Chunking const& chunking,
                     std::shared_ptr<DeviceTables>& tables, at::Device device);
 void update_scale_on_device(ScaleUpdate const& update, at::Device device);

@@ -1,4 +1,4 @@
-// check and axpby: map the elements of a list of tensors, and sum the inputs.
+// Maps the elements of a list of tensors, and sums the inputs.
 #include "cpu/chunk_kernels.h"
 #include "cpu/parallel.h"
 
@@ -41,7 +41,9 @@ void sum_list(CheckArgs const& args) {
   }
 }
 
-void run(CheckArgs const& args) {
+}  // namespace
+
+void check(CheckArgs const& args) {
   ChunkKernels const& kernels = chunk_kernels();
   float const a = factor_a(args);
   float const b = args.b ? *args.b : 1.0f;
@@ -49,13 +51,13 @@ void run(CheckArgs const& args) {
       args.chunks, args.n_chunks, [&](int64_t t) { return args.x[t] != nullptr; },
       [&](int64_t t, int64_t chunk) {
         ListRow const row = row_of(args, t);
-        if (args.partials) {
+        if (args.checked) {
           args.partials[row.first_chunk + chunk] = kernels.check(row, chunk, a, b);
         } else {
           kernels.scale(row, chunk, a, b);
         }
       });
-  if (args.partials) {
+  if (args.checked) {
     sum_tensors(args);
     sum_list(args);
     if (args.update.state.scale) {
@@ -63,12 +65,6 @@ void run(CheckArgs const& args) {
     }
   }
 }
-
-}  // namespace
-
-void check(CheckArgs const& args) { run(args); }
-
-void axpby(CheckArgs const& args) { run(args); }
 
 void update_scale(ScaleUpdate const& update) { amp_engine::update_scale(update); }
 

@@ -11,7 +11,6 @@
 namespace amp_engine::cuda {
 
 void check(CheckArgs const& args, cudaStream_t stream);                                      // 2 launches, unchecked 1
-void axpby(CheckArgs const& args, cudaStream_t stream);                                      // the same
 void step(StepArgs const& args, cudaStream_t stream);                                        // 2 launches; LAMB 5 or 6
 void update_scale(ScaleUpdate const& update, cudaStream_t stream);                           // 1 launch
 

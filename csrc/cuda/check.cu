@@ -1,4 +1,4 @@
-// check and axpby: map the elements of a list of tensors, and sum the inputs.
+// Maps the elements of a list of tensors, and sums the inputs.
 #include <type_traits>
 
 #include "cuda/backend.h"
@@ -189,23 +189,15 @@ __global__ void __launch_bounds__(kListThreads) conclude(CheckArgs const args) {
 
 __global__ void move_scale(ScaleUpdate const update) { amp_engine::update_scale(update); }
 
-void sum(CheckArgs const& args, cudaStream_t stream) {
-  if (args.partials) {
-    launch(conclude, 1, kListThreads, stream, args);
-  }
-}
-
 }  // namespace
 
 void check(CheckArgs const& args, cudaStream_t stream) {
-  launch(!args.partials ? map<Scale> : args.out ? map<ScaleAndCheck> : map<Check>, args.n_chunks, kThreads, stream,
-         args);
-  sum(args, stream);
-}
-
-void axpby(CheckArgs const& args, cudaStream_t stream) {
-  launch(args.partials ? map<MixAndCheck> : map<Mix>, args.n_chunks, kThreads, stream, args);
-  sum(args, stream);
+  if (!args.checked) {
+    launch(args.y ? map<Mix> : map<Scale>, args.n_chunks, kThreads, stream, args);
+    return;
+  }
+  launch(args.y ? map<MixAndCheck> : args.out ? map<ScaleAndCheck> : map<Check>, args.n_chunks, kThreads, stream, args);
+  launch(conclude, 1, kListThreads, stream, args);
 }
 
 void update_scale(ScaleUpdate const& update, cudaStream_t stream) { launch(move_scale, 1, 1, stream, update); }

@@ -40,17 +40,17 @@ cuda::Tables& tables_on(std::shared_ptr<DeviceTables>& tables, at::Device device
 }  // namespace
 
 void run_on_device(CheckArgs& args, CheckLists const& lists, Chunking const& chunking,
-                   std::shared_ptr<DeviceTables>& tables, bool is_axpby, bool is_checked, at::Device device) {
+                   std::shared_ptr<DeviceTables>& tables, at::Device device) {
   c10::DeviceGuard const guard(device);
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
   cuda::Tables& t = tables_on(tables, device);
   cuda::upload(t, args, lists, chunking, stream);
   cuda::Buffer partials;
-  if (is_checked) {
+  if (args.checked) {
     partials = t.scratch(size_t(args.n_chunks + 1) * sizeof(Partial), stream);
     args.partials = static_cast<Partial*>(partials.get());
   }
-  is_axpby ? cuda::axpby(args, stream) : cuda::check(args, stream);
+  cuda::check(args, stream);
 }
 
 void step_on_device(StepArgs& args, StepLists const& lists, std::vector<Group> const& groups, Chunking const& chunking,

@@ -122,7 +122,7 @@ std::vector<Chunk> chunks_of(std::vector<int64_t> const& numels, std::vector<uin
   return chunks;
 }
 
-// One call of `check` or `axpby` and what it wrote.
+// One call of `check` and what it wrote.
 struct Listed {
   std::vector<Tensor> x, y, out;
   std::vector<double> sum_squares;
@@ -193,6 +193,7 @@ struct ListCase {
                       .clip_norm = clip_norm,
                       .max_norm = 0.7,
                       .b = b,
+                      .checked = sums,
                       .partials = sums ? partials.data() : nullptr,
                       .sums = {result.sum_squares.data(), result.largest.data(), result.nonfinite.get()},
                       .total = &result.total,
@@ -217,10 +218,9 @@ struct ListCase {
 bool same_or_nan(double a, double b) { return std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b); }
 
 void compare(ListCase const& c, int number) {
-  Listed const cpu = c.run([](CheckArgs const& args) { args.b ? cpu::axpby(args) : cpu::check(args); });
+  Listed const cpu = c.run([](CheckArgs const& args) { cpu::check(args); });
   simulator::launches = 0;
-  Listed const gpu =
-      c.run([](CheckArgs const& args) { args.b ? cuda::axpby(args, nullptr) : cuda::check(args, nullptr); });
+  Listed const gpu = c.run([](CheckArgs const& args) { cuda::check(args, nullptr); });
   // Nothing is launched for no chunks.
   int const expected = any_element(c.x) + c.sums;
   EXPECT(simulator::launches == expected, "case %d: %d launches", number, simulator::launches);
@@ -528,9 +528,7 @@ void test_warps_touch_whole_sectors() {
           c.y.push_back(Tensor(any_type(), kChunk, offset).fill(-3.0f, 3.0f));
           c.b = &a;
         }
-        recorded([&] {
-          c.run([](CheckArgs const& args) { args.b ? cuda::axpby(args, nullptr) : cuda::check(args, nullptr); });
-        });
+        recorded([&] { c.run([](CheckArgs const& args) { cuda::check(args, nullptr); }); });
         expect_whole_sectors(accesses, offset, "check");
       }
       for (int formula = 0; formula < kFormulas; ++formula) {

@@ -51,9 +51,8 @@ struct CheckArgs {
   bool checked;          // false: nothing is checked, and all members below are ignored
   Partial* partials;     // [n_chunks], scratch
   Sums sums;
-  double* total;         // [], sum of squares over all tensors; null: not computed
-  float* norm;           // [], sqrt(total), times 1 / *norm_scale if norm_scale is not null; null: not computed
-  float const* norm_scale;
+  float* norm;           // [], 2-norm over all tensors, divided by *norm_scale; null: not computed
+  float const* norm_scale;  // null: 1
   float* found_inf;      // [], set to 1 if a tensor is not finite, else unchanged; null: not written
   ScaleUpdate update;    // applied last; not applied if its scale is null
 };
@@ -75,6 +74,11 @@ AMP_HD float factor_a(CheckArgs const& args) {
     return float(clip_factor(double(*args.clip_norm), args.max_norm));
   }
   return !args.a ? 1.0f : args.reciprocal ? reciprocal(*args.a) : *args.a;
+}
+
+// The `norm` of the results, from the sum of squares over all tensors.
+AMP_HD float norm_of(CheckArgs const& args, double sum_squares) {
+  return float(::sqrt(sum_squares) * (args.norm_scale ? 1.0 / double(*args.norm_scale) : 1.0));
 }
 
 struct StepArgs {

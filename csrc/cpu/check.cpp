@@ -5,11 +5,13 @@
 namespace amp_engine::cpu {
 namespace {
 
-void sum_tensors(CheckArgs const& args) {
+// All work after the map.
+void conclude(CheckArgs const& args) {
+  bool nonfinite = false;
   for (int64_t t = 0; t < args.n_tensors; ++t) {
-    ListRow const row = row_of(args, t);
-    int64_t const n = row.x.data ? row.n_chunks : 0;
-    Partial const* leaf = args.partials + row.first_chunk;
+    ListShape const& shape = args.shapes[t];
+    int64_t const n = args.x[t] ? shape.n_chunks : 0;
+    Partial const* const leaf = args.partials + shape.first_chunk;
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; ++i) {
       uint32_t const bits = bits_of(leaf[i].largest);
@@ -18,26 +20,16 @@ void sum_tensors(CheckArgs const& args) {
     args.sums.sum_squares[t] = tensor_sum(leaf, n);
     args.sums.largest[t] = float_of(largest);
     args.sums.nonfinite[t] = largest >= 0x7f800000u;
-  }
-}
-
-void sum_list(CheckArgs const& args) {
-  bool nonfinite = false;
-  for (int64_t t = 0; t < args.n_tensors; ++t) {
     nonfinite |= args.sums.nonfinite[t];
   }
   if (args.found_inf && nonfinite) {
     *args.found_inf = 1.0f;
   }
-  if (!args.total && !args.norm) {
-    return;
-  }
-  double const total = list_sum(args.n_tensors, [&](int64_t t) { return args.sums.sum_squares[t]; });
-  if (args.total) {
-    *args.total = total;
-  }
   if (args.norm) {
-    *args.norm = float(::sqrt(total) * (args.norm_scale ? 1.0 / double(*args.norm_scale) : 1.0));
+    *args.norm = norm_of(args, list_sum(args.n_tensors, [&](int64_t t) { return args.sums.sum_squares[t]; }));
+  }
+  if (args.update.state.scale) {
+    amp_engine::update_scale(args.update);
   }
 }
 
@@ -58,11 +50,7 @@ void check(CheckArgs const& args) {
         }
       });
   if (args.checked) {
-    sum_tensors(args);
-    sum_list(args);
-    if (args.update.state.scale) {
-      amp_engine::update_scale(args.update);
-    }
+    conclude(args);
   }
 }
 

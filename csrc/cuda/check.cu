@@ -149,12 +149,7 @@ struct ListTable {
 AMP_DEVICE void sum_up_list(CheckArgs const& args) {
   double const sum = sum_list(args.n_tensors, [&](int64_t t) { return args.sums.sum_squares[t]; });
   if (threadIdx.x == 0) {
-    if (args.total) {
-      *args.total = sum;
-    }
-    if (args.norm) {
-      *args.norm = float(::sqrt(sum) * (args.norm_scale ? 1.0 / double(*args.norm_scale) : 1.0));
-    }
+    *args.norm = norm_of(args, sum);
   }
 }
 
@@ -179,7 +174,7 @@ __global__ void __launch_bounds__(kListThreads) conclude(CheckArgs const args) {
   if (args.found_inf && nonfinite && threadIdx.x == 0) {
     *args.found_inf = 1.0f;
   }
-  if (args.total || args.norm) {
+  if (args.norm) {
     sum_up_list(args);
   }
   if (args.update.state.scale && threadIdx.x == 0) {

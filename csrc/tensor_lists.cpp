@@ -27,27 +27,27 @@ bool has_memory(at::Tensor const& t) {
 
 }  // namespace
 
-Stamp Stamp::of(at::Tensor const& t) {
+Mark Mark::of(at::Tensor const& t) {
   void const* const storage = t.has_storage() ? &storage_of(t) : nullptr;
   return {storage, t.const_data_ptr(), version_or_none(t), t.scalar_type(), t.device()};
 }
 
 void Marks::mark(Tensors const& tensors) {
-  stamps_.resize(tensors.size(), Stamp{nullptr, nullptr, 0, at::kFloat, at::kCPU});
+  marks_.resize(tensors.size(), Mark{nullptr, nullptr, 0, at::kFloat, at::kCPU});
   storages_.resize(tensors.size(), decltype(storages_)::value_type(c10::intrusive_ptr<c10::StorageImpl>()));
   for_each(tensors, [&](size_t i, at::Tensor const& t) { mark(i, t); });
 }
 
 void Marks::mark(size_t i, at::Tensor const& t) {
-  Stamp const now = Stamp::of(t);
-  if (now.storage != nullptr && now.storage != stamps_[i].storage) {
+  Mark const now = Mark::of(t);
+  if (now.storage != nullptr && now.storage != marks_[i].storage) {
     storages_[i] = t.storage().getWeakStorageImpl();
   }
-  stamps_[i] = now;
+  marks_[i] = now;
 }
 
 void Marks::take(size_t i, Marks const& other, size_t j) {
-  stamps_[i] = other.stamps_[j];
+  marks_[i] = other.marks_[j];
   storages_[i] = other.storages_[j];
 }
 
@@ -55,38 +55,38 @@ bool Marks::have_moved(Tensors const& tensors) const {
   return any_of(tensors, [&](size_t i, at::Tensor const& t) { return has_moved(i, t); });
 }
 
-bool Marks::has_moved(size_t i, at::Tensor const& t) const { return Stamp::of(t) != stamps_[i]; }
+bool Marks::has_moved(size_t i, at::Tensor const& t) const { return Mark::of(t) != marks_[i]; }
 
 bool Marks::has_other_memory(size_t i, at::Tensor const& t) const {
-  Stamp now = Stamp::of(t);
-  if (now == stamps_[i]) {
+  Mark now = Mark::of(t);
+  if (now == marks_[i]) {
     return false;
   }
-  now.storage = stamps_[i].storage;
-  now.address = stamps_[i].address;
-  return now == stamps_[i];
+  now.storage = marks_[i].storage;
+  now.address = marks_[i].address;
+  return now == marks_[i];
 }
 
 GradientMarks::GradientMarks(Tensors const& params) {
-  stamps_.reserve(params.size());
-  for_each(params, [&](size_t, at::Tensor const& param) { stamps_.push_back(GradientStamp::of(param)); });
+  marks_.reserve(params.size());
+  for_each(params, [&](size_t, at::Tensor const& param) { marks_.push_back(GradientMark::of(param)); });
 }
 
 bool GradientMarks::have_moved(Tensors const& params) const {
-  return any_of(params, [&](size_t i, at::Tensor const& param) { return GradientStamp::of(param) != stamps_[i]; });
+  return any_of(params, [&](size_t i, at::Tensor const& param) { return GradientMark::of(param) != marks_[i]; });
 }
 
 std::vector<std::pair<size_t, bool>> GradientMarks::moved(Tensors const& params) const {
   std::vector<std::pair<size_t, bool>> result;
   for_each(params, [&](size_t i, at::Tensor const& param) {
-    if (GradientStamp::of(param) != stamps_[i]) {
-      result.emplace_back(i, stamps_[i].gradient != nullptr);
+    if (GradientMark::of(param) != marks_[i]) {
+      result.emplace_back(i, marks_[i].gradient != nullptr);
     }
   });
   return result;
 }
 
-GradientStamp GradientStamp::of(at::Tensor const& param) {
+GradientMark GradientMark::of(at::Tensor const& param) {
   at::Tensor const& grad = grad_of(param);
   if (!grad.defined()) {
     return {nullptr, -1, nullptr};

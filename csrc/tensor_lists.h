@@ -21,26 +21,26 @@ inline uint32_t version_of(at::Tensor const& t) {
 }
 
 // The mark of one tensor at one moment. It tells later if the tensor was written or replaced.
-struct Stamp {
+struct Mark {
   void const *storage, *address;
   int64_t version;
   at::ScalarType type;
   at::Device device;
 
-  static Stamp of(at::Tensor const& t);
-  bool operator==(Stamp const&) const = default;
+  static Mark of(at::Tensor const& t);
+  bool operator==(Mark const&) const = default;
 };
 
 // The mark of a parameter's gradient. It tells if the gradient was replaced or written, as long as the gradient is
 // alive. `memory` detects writes that do not bump the version, if another tensor shares the memory as copy-on-write:
 // such a write moves the gradient to other memory.
-struct GradientStamp {
+struct GradientMark {
   void const* gradient;
   int64_t version;
   void const* memory;
 
-  static GradientStamp of(at::Tensor const& param);
-  bool operator==(GradientStamp const&) const = default;
+  static GradientMark of(at::Tensor const& param);
+  bool operator==(GradientMark const&) const = default;
 };
 
 // Marks of some tensors, each from the last `mark` of its tensor. The caller passes the same tensors each time.
@@ -58,8 +58,8 @@ class Marks {
   bool has_other_memory(size_t i, at::Tensor const& t) const;
 
  private:
-  std::vector<Stamp> stamps_;
-  // Weak references, so that no new storage gets an address that a stamp has. They do not keep the data alive.
+  std::vector<Mark> marks_;
+  // Weak references, so that no new storage gets an address that a mark has. They do not keep the data alive.
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
 };
 
@@ -74,7 +74,7 @@ class GradientMarks {
   std::vector<std::pair<size_t, bool>> moved(Tensors const& params) const;
 
  private:
-  std::vector<GradientStamp> stamps_;
+  std::vector<GradientMark> marks_;
 };
 
 // How the kernels can reach a gradient. See Gradients::accesses.

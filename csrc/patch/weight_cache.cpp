@@ -197,7 +197,7 @@ void WeightCache::written(std::vector<at::Tensor> const& weights, uint64_t step)
     // Otherwise another thread has made this copy, or may have written the weight in the meantime.
     if (is_ours && entry.state != State::wrong && is_sole(weight) && is_watched(storage_of(weight))) {
       entry.copy.unsafeGetTensorImpl()->bump_version();
-      stamp(entry, weight);
+      mark(entry, weight);
       entry.state = State::current;
     } else {
       entry.state = State::wrong;
@@ -230,7 +230,7 @@ bool WeightCache::is_exact(Entry const& entry, at::Tensor const& weight) {
          entry.copy_version == version_of(entry.copy) && is_sole(weight) && is_watched(storage_of(weight));
 }
 
-void WeightCache::stamp(Entry& entry, at::Tensor const& weight) {
+void WeightCache::mark(Entry& entry, at::Tensor const& weight) {
   entry.version = version_of(weight);
   entry.copy_version = version_of(entry.copy);
   entry.address = weight.const_data_ptr();

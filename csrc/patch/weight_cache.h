@@ -91,7 +91,7 @@ class WeightCache {
 
   static bool is_current(Entry const& entry, at::Tensor const& weight, at::ScalarType low);
   static bool is_exact(Entry const& entry, at::Tensor const& weight);
-  static void stamp(Entry& entry, at::Tensor const& weight);
+  static void mark(Entry& entry, at::Tensor const& weight);
   static Alias alias(at::Tensor tensor);
   at::Tensor renew(at::Tensor const& weight, at::ScalarType low);
   void discard_aliases(at::Tensor const& weight);

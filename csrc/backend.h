@@ -103,8 +103,41 @@ struct StepArgs {
 };
 constexpr int64_t kCoefficientBytes = 64;
 
+AMP_HD bool is_skipped(StepArgs const& args) { return args.control.found_inf && *args.control.found_inf != 0.0f; }
+
 AMP_HD Entry gradient_of(StepArgs const& args, int64_t t) {
   return {args.gradients[t], args.forms[t].type, args.forms[t].scaled};
+}
+
+AMP_HD double factor_of(StepArgs const& args, int64_t t, Group const& group) {
+  return gradient_factor(args.control, args.forms[t].scaled, group.maximize);
+}
+
+// The part of tensor t in the squared norm of all gradients times their factors.
+AMP_HD double scaled_squares(StepArgs const& args, int64_t t) {
+  double const factor = args.gradients[t] ? factor_of(args, t, args.groups[args.rows[t].group]) : 0.0;
+  return factor == 0.0 ? 0.0 : factor * factor * args.sum_squares[t];
+}
+
+AMP_HD char* coefficients_of(StepArgs const& args, int64_t t) {
+  return static_cast<char*>(args.coefficients) + t * kCoefficientBytes;
+}
+
+// Counts the step of tensor t and writes its coefficients. Only LAMB reads `norm_of_all`, the norm of all gradients
+// times their factors.
+template <class Update>
+AMP_HD void prepare_tensor(StepArgs const& args, int64_t t, Group const& group, double lr, double norm_of_all) {
+  static_assert(sizeof(typename Update::Coefficients) <= kCoefficientBytes);
+  auto const& hyper = HyperOf<Update>::in(group);
+  Prepared prepared{.lr = lr, .factor = factor_of(args, t, group), .step = double(args.steps[t] += 1.0f)};
+  if constexpr (Update::kNorm) {
+    prepared.gradient_norm = ::fabs(prepared.factor) * Update::norm_of(hyper, args.sum_squares[t], args.largest[t]);
+    prepared.norm = args.norms + t;
+  }
+  if constexpr (std::is_same_v<Update, LambMoments>) {
+    prepared.clip = lamb_clip(hyper, norm_of_all);
+  }
+  *reinterpret_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(hyper, prepared);
 }
 
 namespace cpu {

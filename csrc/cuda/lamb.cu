@@ -19,20 +19,16 @@ __global__ void __launch_bounds__(kListThreads) gradient_norm(StepArgs const arg
   if (is_skipped(args)) {
     return;
   }
-  double const sum = sum_list(args.n_tensors, [&](int64_t t) {
-    Entry const gradient = gradient_of(args, t);
-    uint32_t const maximize = args.groups[args.rows[t].group].maximize;
-    double const factor = gradient.data ? gradient_factor(args.control, gradient.scaled, maximize) : 0.0;
-    return factor == 0.0 ? 0.0 : factor * factor * args.sum_squares[t];
-  });
+  double const sum = sum_list(args.n_tensors, [&](int64_t t) { return scaled_squares(args, t); });
   if (threadIdx.x == 0) {
     *norm_of_all(args) = ::sqrt(sum);
   }
 }
 
 __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) {
-  prepare_tensor<LambMoments>(args, [&](Prepared& prepared, int64_t, LambMoments::Hyper const& hyper) {
-    prepared.clip = lamb_clip(hyper, args.gradient_norm ? double(*args.gradient_norm) : *norm_of_all(args));
+  for_tensor_of_thread(args, [&](int64_t t, Group const& group) {
+    double const norm = args.gradient_norm ? double(*args.gradient_norm) : *norm_of_all(args);
+    prepare_tensor<LambMoments>(args, t, group, learning_rate(group), norm);
   });
 }
 
@@ -126,17 +122,14 @@ __global__ void __launch_bounds__(kThreads) segments(StepArgs const args) {
 }
 
 __global__ void __launch_bounds__(kPrepareThreads) ratios(StepArgs const args) {
-  int64_t const t = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x;
-  if (t >= args.n_tensors || is_skipped(args) || !args.gradients[t]) {
-    return;
-  }
-  Partial const* const of_weight = args.partials + args.rows[t].first_chunk;
-  int64_t const leaves = args.rows[t].n_chunks;
-  double const weight_norm = ::sqrt(sum_tensor(of_weight, leaves).sum_squares);
-  double const step_norm = ::sqrt(sum_tensor(of_weight + args.n_chunks, leaves).sum_squares);
-  Group const group = args.groups[args.rows[t].group];
-  *reinterpret_cast<float*>(coefficients_of(args, t)) =
-      lamb_minus_rate(group.lamb, learning_rate(group), weight_norm, step_norm);
+  for_tensor_of_thread(args, [&](int64_t t, Group const& group) {
+    Partial const* const of_weight = args.partials + args.rows[t].first_chunk;
+    int64_t const leaves = args.rows[t].n_chunks;
+    double const weight_norm = ::sqrt(sum_tensor(of_weight, leaves).sum_squares);
+    double const step_norm = ::sqrt(sum_tensor(of_weight + args.n_chunks, leaves).sum_squares);
+    *reinterpret_cast<float*>(coefficients_of(args, t)) =
+        lamb_minus_rate(group.lamb, learning_rate(group), weight_norm, step_norm);
+  });
 }
 
 // The second stage, as an update whose gradient is the step.

@@ -9,11 +9,8 @@ namespace {
 
 template <class Update>
 __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) {
-  prepare_tensor<Update>(args, [&](Prepared& prepared, int64_t t, auto const& hyper) {
-    if constexpr (Update::kNorm) {
-      prepared.gradient_norm = ::fabs(prepared.factor) * Update::norm_of(hyper, args.sum_squares[t], args.largest[t]);
-      prepared.norm = args.norms + t;
-    }
+  for_tensor_of_thread(args, [&](int64_t t, Group const& group) {
+    prepare_tensor<Update>(args, t, group, learning_rate(group), 0.0);
   });
 }
 

@@ -6,45 +6,25 @@
 
 namespace amp_engine::cuda {
 
-AMP_DEVICE bool is_skipped(StepArgs const& args) {
-  return args.control.found_inf && *args.control.found_inf != 0.0f;
-}
-
 AMP_DEVICE double learning_rate(Group const& group) {
   return group.lr_on_device ? double(float_of(load_4(group.lr_on_device))) : group.lr;
 }
 
-AMP_DEVICE char* coefficients_of(StepArgs const& args, int64_t t) {
-  return static_cast<char*>(args.coefficients) + t * kCoefficientBytes;
-}
-
-// One thread per tensor: counts the step and writes the tensor's coefficients. `fill(prepared, t, hyper)` sets the
-// members of `prepared` that only some optimizers need.
-template <class Update, class Fill>
-AMP_DEVICE void prepare_tensor(StepArgs const& args, Fill const& fill) {
-  static_assert(sizeof(typename Update::Coefficients) <= kCoefficientBytes);
-  int64_t const t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (t >= args.n_tensors || is_skipped(args)) {
-    return;
-  }
-  Entry const gradient = gradient_of(args, t);
-  if (!gradient.data) {
-    return;
-  }
-  Group const group = args.groups[args.rows[t].group];
-  auto const& hyper = HyperOf<Update>::in(group);
-  float const step = args.steps[t] + 1.0f;
-  args.steps[t] = step;
-  double const factor = gradient_factor(args.control, gradient.scaled, group.maximize);
-  Prepared prepared{learning_rate(group), factor, double(step), 0.0, nullptr, 1.0};
-  fill(prepared, t, hyper);
-  *reinterpret_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(hyper, prepared);
-}
-
-// Small blocks, so that float64 arithmetic for a thousand tensors uses eight multiprocessors, not four.
+// Kernels with one thread per tensor have small blocks, so that float64 arithmetic for a thousand tensors uses eight
+// multiprocessors, not four.
 constexpr int kPrepareThreads = 128;
 
 inline int64_t prepare_blocks(StepArgs const& args) { return (args.n_tensors + kPrepareThreads - 1) / kPrepareThreads; }
+
+// Calls body(t, group) if the thread has a tensor t that is stepped.
+template <class Body>
+AMP_DEVICE void for_tensor_of_thread(StepArgs const& args, Body const& body) {
+  int64_t const t = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x;
+  if (t < args.n_tensors && !is_skipped(args) && args.gradients[t]) {
+    Group const group = args.groups[args.rows[t].group];
+    body(t, group);
+  }
+}
 
 // The lists of one chunk that is updated.
 struct Lists {

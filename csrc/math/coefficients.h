@@ -40,11 +40,11 @@ AMP_HD double gradient_factor(Control const& control, bool scaled, bool maximize
 // The arguments of an optimizer's `prepare` for one tensor.
 struct Prepared {
   double lr;
-  double factor;         // of the gradient, from gradient_factor
-  double step;           // number of this step, from 1
-  double gradient_norm;  // norm of this tensor's gradient times the factor; 0 if the optimizer does not use it
-  float* norm;           // NovoGrad's running norm of this tensor, read and written
-  double clip;           // LAMB: divides the gradient; from the norm over all tensors
+  double factor;               // of the gradient, from gradient_factor
+  double step;                 // number of this step, from 1
+  double gradient_norm = 0.0;  // NovoGrad: norm of this tensor's gradient times the factor
+  float* norm = nullptr;       // NovoGrad: running norm of this tensor, read and written
+  double clip = 1.0;           // LAMB: divides the gradient; from the norm over all tensors
 };
 
 }  // namespace amp_engine

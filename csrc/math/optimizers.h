@@ -31,12 +31,12 @@ enum class Formula : int {
 };
 constexpr int kFormulas = int(Formula::lamb) + 1;
 
-// Hyperparameters of one parameter group. If `lr_on_device` is not null, it replaces `lr`.
+// Hyperparameters of one parameter group.
 struct Group {
   double lr;
-  float const* lr_on_device;
-  uint32_t maximize;  // the gradient is negated
-  union {             // of the group's optimizer
+  float const* lr_on_device;  // of a GPU; if not null, it replaces `lr`
+  uint32_t maximize;          // the gradient is negated
+  union {                     // of the group's optimizer
 #define X(name, type) type::Hyper name;
     AMP_OPTIMIZERS(X)
 #undef X

@@ -424,6 +424,17 @@ Group any_group(Formula formula, bool has_momentum, float const* lr_on_device) {
   return group;
 }
 
+// On a CPU no learning rate is on a device.
+std::vector<Group> on_cpu(std::vector<Group> groups) {
+  for (Group& group : groups) {
+    if (group.lr_on_device) {
+      group.lr = double(*group.lr_on_device);
+      group.lr_on_device = nullptr;
+    }
+  }
+  return groups;
+}
+
 void test_steps() {
   static float const inv_scale = 0.125f, norm = 3.0f, found = 1.0f, clean = 0.0f, lr = 0.02f;
   for (int number = 0; number < 500; ++number) {
@@ -458,7 +469,11 @@ void test_steps() {
     c.gradient_norm = chance(2) ? &norm : nullptr;
     c.found_inf = chance(2) ? nullptr : chance(3) ? &found : &clean;
 
-    Stepped const cpu = c.run([](StepArgs const& args) { cpu::step(args); });
+    std::vector<Group> const groups_on_cpu = on_cpu(c.groups);
+    Stepped const cpu = c.run([&](StepArgs args) {
+      args.groups = groups_on_cpu.data();
+      cpu::step(args);
+    });
     simulator::launches = 0;
     Stepped const gpu = c.run([](StepArgs const& args) { cuda::step(args, nullptr); });
     int const expected = !c.weights.empty() + any_element(c.weights);

@@ -59,9 +59,9 @@ struct CheckArgs {
 
 AMP_HD ListRow row_of(CheckArgs const& args, int64_t t) {
   ListShape const& shape = args.shapes[t];
-  return {{args.x[t], shape.x, 0},
-          {args.y ? args.y[t] : nullptr, shape.y, 0},
-          {args.out ? args.out[t] : nullptr, shape.out, 0},
+  return {{args.x[t], shape.x},
+          {args.y ? args.y[t] : nullptr, shape.y},
+          {args.out ? args.out[t] : nullptr, shape.out},
           shape.numel,
           shape.first_chunk,
           shape.n_chunks};
@@ -105,9 +105,7 @@ constexpr int64_t kCoefficientBytes = 64;
 
 AMP_HD bool is_skipped(StepArgs const& args) { return args.control.found_inf && *args.control.found_inf != 0.0f; }
 
-AMP_HD Entry gradient_of(StepArgs const& args, int64_t t) {
-  return {args.gradients[t], args.forms[t].type, args.forms[t].scaled};
-}
+AMP_HD Entry gradient_of(StepArgs const& args, int64_t t) { return {args.gradients[t], args.forms[t].type}; }
 
 AMP_HD double factor_of(StepArgs const& args, int64_t t, Group const& group) {
   return gradient_factor(args.control, args.forms[t].scaled, group.maximize);

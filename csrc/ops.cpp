@@ -18,10 +18,10 @@ char const kEmpty = 0;
 // Reading must not materialize copy-on-write memory, so only tensors that are written ask for mutable_data_ptr.
 Entry read(std::optional<at::Tensor> const& t) {
   if (!t) {
-    return {nullptr, Type::float32, 0};
+    return {nullptr, Type::float32};
   }
   void const* const data = t->numel() > 0 ? t->const_data_ptr() : &kEmpty;
-  return {const_cast<void*>(data), type_of(*t), 0};
+  return {const_cast<void*>(data), type_of(*t)};
 }
 
 Entry read(Inputs const& inputs, size_t i) {
@@ -29,11 +29,11 @@ Entry read(Inputs const& inputs, size_t i) {
     return read(inputs.tensors[i]);
   }
   void const* const data = inputs.held->numel(i) > 0 ? inputs.held->data(i) : &kEmpty;
-  return {const_cast<void*>(data), type_of(inputs.held->type(i)), 0};
+  return {const_cast<void*>(data), type_of(inputs.held->type(i))};
 }
 
 Entry written(std::optional<at::Tensor> const& t) {
-  return t ? Entry{t->mutable_data_ptr(), type_of(*t), 0} : Entry{nullptr, Type::float32, 0};
+  return t ? Entry{t->mutable_data_ptr(), type_of(*t)} : Entry{nullptr, Type::float32};
 }
 
 template <class T>

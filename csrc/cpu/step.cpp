@@ -60,7 +60,7 @@ void lamb(StepArgs const& args) {
         lamb_minus_rate(group.lamb, group.lr, ::sqrt(tensor_sum(of_weight, row.n_chunks)),
                         ::sqrt(tensor_sum(of_weight + args.n_chunks, row.n_chunks)));
   }
-  update(args, [&](int64_t t) { return Entry{args.lamb_steps[t], Type::float32, 0}; });
+  update(args, [&](int64_t t) { return Entry{args.lamb_steps[t], Type::float32}; });
 }
 
 }  // namespace

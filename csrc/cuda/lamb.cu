@@ -152,7 +152,7 @@ AMP_DEVICE void apply_chunk(StepArgs const& args) {
   if (is_skipped(args) || !args.gradients[chunk.tensor]) {
     return;
   }
-  update_chunk<Apply, kNarrow>(args, chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32, 0});
+  update_chunk<Apply, kNarrow>(args, chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32});
 }
 
 __global__ void __launch_bounds__(kUpdateThreads, 2) apply(StepArgs const args) { apply_chunk<false>(args); }

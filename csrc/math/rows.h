@@ -29,13 +29,12 @@ static_assert(sizeof(Row) == 64);
 struct Entry {
   void* data;
   Type type;
-  uint32_t scaled;  // true if it is still multiplied by the loss scale
 };
 
-// The part of a gradient's Entry that usually stays the same when its address changes.
+// What usually stays the same of a gradient when its address changes.
 struct GradientForm {
   Type type;
-  uint32_t scaled;
+  uint32_t scaled;  // true if it is still multiplied by the loss scale
 };
 
 // Elements [index * kChunk, min(numel, (index + 1) * kChunk)) of a tensor.

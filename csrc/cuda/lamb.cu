@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-// Like update_share (like update_narrow_share if weights may have remainders), but also adds to both sums.
+// Like update_share, but also adds to both sums. kNarrow: weights may have remainders.
 template <class Map, bool kNarrow>
 AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, int n,
                               LambMoments::Coefficients const& c, Leaf& weights, Leaf& steps) {

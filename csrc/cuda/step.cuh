@@ -80,12 +80,13 @@ AMP_DEVICE void store_by_chance(Lists const& lists, int64_t begin, int first, in
   Map::store_halves(lists.state2, first, n, of_2);
 }
 
-// Like update_share, with remainders and bfloat16 moments. In update_share this would take registers from every step.
-template <class Map, class Update>
-AMP_DEVICE void update_narrow_share(Lists const& lists, int64_t begin, int first, int n,
-                                    typename Update::Coefficients const& c, uint32_t of_step) {
+// kNarrow: weights may have remainders, and moments may be bfloat16. This would take registers from every other step.
+template <class Map, class Update, bool kNarrow>
+AMP_DEVICE void update_share(Lists const& lists, int64_t begin, int first, int n,
+                             typename Update::Coefficients const& c, uint32_t of_step) {
   bool const has_state1 = Update::kState1 && lists.has_state1;
-  bool const is_split = lists.copy.type == Type::remainder;
+  bool const is_split = kNarrow && lists.copy.type == Type::remainder;
+  Type const state_type = kNarrow ? lists.state1.type : Type::float32;
   auto const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
   auto const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
   typename Map::Raw raw_rest = {}, raw1 = {}, raw2 = {};
@@ -93,22 +94,22 @@ AMP_DEVICE void update_narrow_share(Lists const& lists, int64_t begin, int first
     raw_rest = Map::load(lists.copy, Type::remainder, first, n);
   }
   if (has_state1) {
-    raw1 = Map::load(lists.state1, lists.state1.type, first, n);
+    raw1 = Map::load(lists.state1, state_type, first, n);
   }
   if constexpr (Update::kState2) {
-    raw2 = Map::load(lists.state2, lists.state2.type, first, n);
+    raw2 = Map::load(lists.state2, state_type, first, n);
   }
   auto const g = Map::widened(raw_gradient, lists.gradient.type);
   auto w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
-  auto s1 = Map::widened(raw1, lists.state1.type);
-  auto s2 = Map::widened(raw2, lists.state2.type);
+  auto s1 = Map::widened(raw1, state_type);
+  auto s2 = Map::widened(raw2, state_type);
 #pragma unroll
   for (int k = 0; k < Map::kShare; ++k) {
     Update::update(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
   }
   bool is_stored = false;
-  if constexpr (kNarrowState<Update>) {
-    if (lists.state1.type != Type::float32) {
+  if constexpr (kNarrow && kNarrowState<Update>) {
+    if (state_type != Type::float32) {
       store_by_chance<Map>(lists, begin, first, n, s1, s2, of_step);
       is_stored = true;
     }
@@ -131,39 +132,7 @@ AMP_DEVICE void update_narrow_share(Lists const& lists, int64_t begin, int first
   }
 }
 
-template <class Map, class Update>
-AMP_DEVICE void update_share(Lists const& lists, int first, int n, typename Update::Coefficients const& c) {
-  bool const has_state1 = Update::kState1 && lists.has_state1;
-  auto const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
-  auto const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
-  typename Map::Raw raw1 = {}, raw2 = {};
-  if (has_state1) {
-    raw1 = Map::load(lists.state1, Type::float32, first, n);
-  }
-  if constexpr (Update::kState2) {
-    raw2 = Map::load(lists.state2, Type::float32, first, n);
-  }
-  auto const g = Map::widened(raw_gradient, lists.gradient.type);
-  auto w = Map::widened(raw_weight, lists.weight.type);
-  auto s1 = Map::widened(raw1, Type::float32);
-  auto s2 = Map::widened(raw2, Type::float32);
-#pragma unroll
-  for (int k = 0; k < Map::kShare; ++k) {
-    Update::update(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
-  }
-  if (has_state1) {
-    Map::store(lists.state1, Type::float32, first, n, s1);
-  }
-  if constexpr (Update::kState2) {
-    Map::store(lists.state2, Type::float32, first, n, s2);
-  }
-  Map::store(lists.weight, lists.weight.type, first, n, w);
-  if (lists.has_copy) {
-    Map::store(lists.copy, lists.copy.type, first, n, w);
-  }
-}
-
-template <class Update, bool kNarrow = false>
+template <class Update, bool kNarrow>
 AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gradient) {
   Row const row = args.rows[chunk.tensor];
   auto const c = *reinterpret_cast<typename Update::Coefficients const*>(coefficients_of(args, chunk.tensor));
@@ -175,11 +144,7 @@ AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gra
   int64_t const begin = int64_t(chunk.index) * kChunk;
   uint32_t const of_step = kNarrow ? mixed(uint32_t(int64_t(args.steps[chunk.tensor]))) : 0;
   auto const share = [&](auto map, int first) {
-    if constexpr (kNarrow) {
-      update_narrow_share<decltype(map), Update>(lists, begin, first, n, c, of_step);
-    } else {
-      update_share<decltype(map), Update>(lists, first, n, c);
-    }
+    update_share<decltype(map), Update, kNarrow>(lists, begin, first, n, c, of_step);
   };
   int first = 0;
   if (quads) {

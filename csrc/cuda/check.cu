@@ -141,11 +141,6 @@ __global__ void __launch_bounds__(kThreads, Work::kWrites ? 4 : 5) map(CheckArgs
   map_any<Work>(args, row, chunk);
 }
 
-struct ListTable {
-  CheckArgs const& args;
-  AMP_DEVICE int64_t leaves(int64_t t) const { return args.x[t] ? args.shapes[t].n_chunks : 0; }
-};
-
 AMP_DEVICE void sum_up_list(CheckArgs const& args) {
   double const sum = sum_list(args.n_tensors, [&](int64_t t) { return args.sums.sum_squares[t]; });
   if (threadIdx.x == 0) {
@@ -155,16 +150,16 @@ AMP_DEVICE void sum_up_list(CheckArgs const& args) {
 
 // All work after the map, in one block.
 __global__ void __launch_bounds__(kListThreads) conclude(CheckArgs const args) {
-  ListTable const table{args};
+  auto const leaves_of = [&](int64_t t) { return args.x[t] ? int64_t(args.shapes[t].n_chunks) : 0; };
   for (int64_t first = 0; first < args.n_chunks; first += kListThreads) {
     // Shifts by one warp in each round: segments begin at every eighth warp, so the same four warps would do all work.
     int64_t const mine = first + (threadIdx.x + first / kListThreads * 32) % kListThreads;
-    sum_segments(args.partials, args.chunks, args.n_chunks, mine, table);
+    sum_segments(args.partials, args.chunks, args.n_chunks, mine, leaves_of);
   }
   __syncthreads();
   bool nonfinite = false;
   for (int64_t t = threadIdx.x; t < args.n_tensors; t += kListThreads) {
-    Partial const sum = sum_tensor(args.partials + args.shapes[t].first_chunk, table.leaves(t));
+    Partial const sum = sum_tensor(args.partials + args.shapes[t].first_chunk, leaves_of(t));
     args.sums.sum_squares[t] = sum.sum_squares;
     args.sums.largest[t] = sum.largest;
     args.sums.nonfinite[t] = sum.nonfinite != 0;

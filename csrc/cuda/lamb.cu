@@ -105,11 +105,6 @@ AMP_DEVICE void moments_chunk(StepArgs const& args) {
 __global__ void __launch_bounds__(kThreads, 3) moments(StepArgs const args) { moments_chunk<false>(args); }
 __global__ void __launch_bounds__(kThreads, 2) narrow_moments(StepArgs const args) { moments_chunk<true>(args); }
 
-struct StepTable {
-  StepArgs const& args;
-  AMP_DEVICE int64_t leaves(int64_t t) const { return args.gradients[t] ? args.rows[t].n_chunks : 0; }
-};
-
 // The first half of the blocks sums the weights, the second half sums the steps.
 __global__ void __launch_bounds__(kThreads) segments(StepArgs const args) {
   if (is_skipped(args)) {
@@ -118,7 +113,8 @@ __global__ void __launch_bounds__(kThreads) segments(StepArgs const args) {
   unsigned const half = gridDim.x / 2;
   bool const of_steps = blockIdx.x >= half;
   int64_t const mine = int64_t(of_steps ? blockIdx.x - half : blockIdx.x) * kThreads + threadIdx.x;
-  sum_segments(args.partials + (of_steps ? args.n_chunks : 0), args.chunks, args.n_chunks, mine, StepTable{args});
+  sum_segments(args.partials + (of_steps ? args.n_chunks : 0), args.chunks, args.n_chunks, mine,
+               [&](int64_t t) { return args.gradients[t] ? int64_t(args.rows[t].n_chunks) : 0; });
 }
 
 __global__ void __launch_bounds__(kPrepareThreads) ratios(StepArgs const args) {

@@ -131,15 +131,16 @@ struct Leaf {
 };
 
 // Adds the leaves of each segment into its first leaf. Each thread has one chunk. A warp sums the segments that begin
-// at its chunks one after the other. It skips segments of one leaf, which need no sum. `table.leaves(t)` is the number
-// of chunks of tensor t, or 0 if the tensor is skipped.
-template <class Table>
-AMP_DEVICE void sum_segments(Partial* partials, Chunk const* chunks, int64_t n_chunks, int64_t mine, Table const& table) {
+// at its chunks one after the other. It skips segments of one leaf, which need no sum. `leaves_of(t)` is the number of
+// chunks of tensor t, or 0 if the tensor is skipped.
+template <class LeavesOf>
+AMP_DEVICE void sum_segments(Partial* partials, Chunk const* chunks, int64_t n_chunks, int64_t mine,
+                             LeavesOf const& leaves_of) {
   int leaves = 0;
   if (mine < n_chunks) {
     Chunk const chunk = chunks[mine];
     if (chunk.index % kSegment == 0) {
-      int64_t const left = table.leaves(chunk.tensor) - int64_t(chunk.index);
+      int64_t const left = leaves_of(chunk.tensor) - int64_t(chunk.index);
       leaves = int(left < kSegment ? left : kSegment);
     }
   }

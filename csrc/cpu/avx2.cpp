@@ -12,23 +12,6 @@
 #define SET avx2
 #include "cpu/chunk_kernels.inl"
 
-namespace amp_engine::cpu {
-
-ChunkKernels const kAvx2 = {
-    "avx2",
-    avx2::check,
-    avx2::scale,
-    {
-#define X(name, type) avx2::step<type>,
-        AMP_ONE_STAGE_OPTIMIZERS(X)
-#undef X
-            avx2::lamb_apply,
-    },
-    avx2::lamb_moments,
-};
-
-}  // namespace amp_engine::cpu
-
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

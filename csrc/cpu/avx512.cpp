@@ -15,23 +15,6 @@
 #define SET avx512
 #include "cpu/chunk_kernels.inl"
 
-namespace amp_engine::cpu {
-
-ChunkKernels const kAvx512 = {
-    "avx512",
-    avx512::check,
-    avx512::scale,
-    {
-#define X(name, type) avx512::step<type>,
-        AMP_ONE_STAGE_OPTIMIZERS(X)
-#undef X
-            avx512::lamb_apply,
-    },
-    avx512::lamb_moments,
-};
-
-}  // namespace amp_engine::cpu
-
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -16,13 +16,13 @@ ChunkKernels const& best() {
   bool const avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   bool const lesser = asked && (!std::strcmp(asked, "avx2") || !std::strcmp(asked, "portable"));
   if (avx512 && avx2 && !lesser) {
-    return kAvx512;
+    return avx512::kernels;
   }
   if (avx2 && !(asked && !std::strcmp(asked, "portable"))) {
-    return kAvx2;
+    return avx2::kernels;
   }
 #endif
-  return kPortable;
+  return portable::kernels;
 }
 
 }  // namespace

@@ -24,10 +24,16 @@ AMP_HD uint32_t& step_mixed(void* coefficients) {
 }
 AMP_HD uint32_t step_mixed(void const* coefficients) { return step_mixed(const_cast<void*>(coefficients)); }
 
-extern ChunkKernels const kPortable;
+namespace portable {
+extern ChunkKernels const kernels;
+}
 #if defined(__x86_64__)
-extern ChunkKernels const kAvx2;
-extern ChunkKernels const kAvx512;
+namespace avx2 {
+extern ChunkKernels const kernels;
+}
+namespace avx512 {
+extern ChunkKernels const kernels;
+}
 #endif
 
 // The best instruction set of this machine. AMP_ENGINE_CPU=portable or avx2 selects a lesser one.

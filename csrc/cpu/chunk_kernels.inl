@@ -384,4 +384,18 @@ void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* co
 }
 
 }  // namespace
+
+ChunkKernels const kernels = {
+    Lanes::kSet,
+    check,
+    scale,
+    {
+#define X(name, type) step<type>,
+        AMP_ONE_STAGE_OPTIMIZERS(X)
+#undef X
+            lamb_apply,
+    },
+    lamb_moments,
+};
+
 }  // namespace amp_engine::cpu::SET

@@ -8,6 +8,7 @@
 namespace amp_engine::cpu::avx2 {
 
 struct Lanes {
+  static constexpr char const* kSet = "avx2";
   static constexpr int kWidth = 8;
   __m256 v;
 

@@ -8,6 +8,7 @@
 namespace amp_engine::cpu::avx512 {
 
 struct Lanes {
+  static constexpr char const* kSet = "avx512";
   static constexpr int kWidth = 16;
   __m512 v;
 

@@ -6,6 +6,7 @@
 namespace amp_engine::cpu::portable {
 
 struct Lanes {
+  static constexpr char const* kSet = "portable";
   static constexpr int kWidth = 1;
   float v;
 

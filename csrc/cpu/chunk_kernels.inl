@@ -156,7 +156,7 @@ struct Leaf {
   }
   AMP_HD void add(Lanes x, int64_t i) {
     float* const at = accumulator + (uint64_t(i) & (kAccumulators - 1));
-    fma(x, x, Lanes::load(Type::float32, at, 0)).store(Type::float32, at, 0);
+    Lanes::store(Type::float32, at, 0, fma(x, x, Lanes::load(Type::float32, at, 0)));
   }
   AMP_HD void add(float x, int64_t i) {
     float* const at = accumulator + (uint64_t(i) & (kAccumulators - 1));
@@ -185,7 +185,7 @@ inline __attribute__((always_inline)) int64_t add_pairs(void const* data, Span s
       prefetch<Lanes>(kType, data, i, kPair * size_of(kType));
       prefetch<Lanes>(kType, data, i + kAccumulators, kPair * size_of(kType));
       Lanes const x = Lanes::load(kType, data, i), y = Lanes::load(kType, data, i + kAccumulators);
-      fma(y, y, fma(x, x, sum)).store(Type::float32, leaf.accumulator, j);
+      Lanes::store(Type::float32, leaf.accumulator, j, fma(y, y, fma(x, x, sum)));
       magnitudes.add(x);
       magnitudes.add(y);
     }

@@ -25,14 +25,13 @@ struct Lanes {
     return type == Type::float16 ? _mm256_cvtph_ps(bits)
                                  : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
   }
-  static AMP_HD void store(Type type, void* data, int64_t i, Lanes x) { x.store(type, data, i); }
-  AMP_HD void store(Type type, void* data, int64_t i) const {
+  static AMP_HD void store(Type type, void* data, int64_t i, Lanes x) {
     if (type == Type::float32) {
-      _mm256_storeu_ps(static_cast<float*>(data) + i, v);
+      _mm256_storeu_ps(static_cast<float*>(data) + i, x.v);
       return;
     }
     auto* at = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i);
-    _mm_storeu_si128(at, low(type));
+    _mm_storeu_si128(at, x.low(type));
   }
   // Stores past the caches. The address must be a multiple of sizeof(Lanes), and a fence() must follow.
   static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) {
@@ -109,11 +108,14 @@ struct Lanes {
     auto const* at = reinterpret_cast<__m128i const*>(static_cast<uint16_t const*>(data) + i);
     return _mm256_cvtepu16_epi32(_mm_loadu_si128(at));
   }
-  // Stores the lower 16 bits of lanes that are below 2^16.
+  // The lower 16 bits of lanes that are below 2^16.
+  static AMP_HD __m128i packed(__m256i halves) {
+    __m256i const twice = _mm256_packus_epi32(halves, halves);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(twice, 0x08));
+  }
   static AMP_HD void put(void* data, int64_t i, __m256i halves) {
     auto* at = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i);
-    __m256i const packed = _mm256_packus_epi32(halves, halves);
-    _mm_storeu_si128(at, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+    _mm_storeu_si128(at, packed(halves));
   }
   AMP_HD __m128i low(Type type) const {
     return type == Type::float16 ? _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16();
@@ -124,9 +126,7 @@ struct Lanes {
     __m256i const odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i const sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256i const nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    __m256i const rounded = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan);
-    __m256i const packed = _mm256_packus_epi32(rounded, rounded);
-    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+    return packed(_mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan));
   }
 };
 

@@ -25,14 +25,13 @@ struct Lanes {
     return type == Type::float16 ? _mm512_cvtph_ps(bits)
                                  : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
   }
-  static AMP_HD void store(Type type, void* data, int64_t i, Lanes x) { x.store(type, data, i); }
-  AMP_HD void store(Type type, void* data, int64_t i) const {
+  static AMP_HD void store(Type type, void* data, int64_t i, Lanes x) {
     if (type == Type::float32) {
-      _mm512_storeu_ps(static_cast<float*>(data) + i, v);
+      _mm512_storeu_ps(static_cast<float*>(data) + i, x.v);
       return;
     }
     auto* at = reinterpret_cast<__m256i*>(static_cast<uint16_t*>(data) + i);
-    _mm256_storeu_si256(at, low(type));
+    _mm256_storeu_si256(at, x.low(type));
   }
   // Stores past the caches. The address must be a multiple of sizeof(Lanes), and a fence() must follow.
   static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) {

@@ -17,16 +17,15 @@ struct Lanes {
     return type == Type::float32 ? static_cast<float const*>(data)[i]
                                  : widened(static_cast<uint16_t const*>(data)[i], type);
   }
-  static AMP_HD void store(Type type, void* data, int64_t i, Lanes x) { x.store(type, data, i); }
-  AMP_HD void store(Type type, void* data, int64_t i) const {
+  static AMP_HD void store(Type type, void* data, int64_t i, Lanes x) {
     if (type == Type::float32) {
-      static_cast<float*>(data)[i] = v;
+      static_cast<float*>(data)[i] = x.v;
     } else {
-      static_cast<uint16_t*>(data)[i] = type == Type::float16 ? f16_from_float(v) : bf16_from_float(v);
+      static_cast<uint16_t*>(data)[i] = type == Type::float16 ? f16_from_float(x.v) : bf16_from_float(x.v);
     }
   }
 
-  static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) { x.store(type, data, i); }
+  static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) { store(type, data, i, x); }
   static AMP_HD void fence() {}
 
   // This function and those below call math/halves.h.

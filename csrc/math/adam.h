@@ -27,8 +27,8 @@ struct Adam {
   };
 
   static AMP_HD Coefficients prepare(Hyper const& h, Prepared const& p) {
-    double const bias1 = h.bias_correction ? 1.0 - integer_power(h.beta1, p.step) : 1.0;
-    double const bias2 = h.bias_correction ? 1.0 - integer_power(h.beta2, p.step) : 1.0;
+    double const bias1 = bias(h.bias_correction, h.beta1, p.step);
+    double const bias2 = bias(h.bias_correction, h.beta2, p.step);
     return {float(p.factor),
             float(h.decoupled ? 0.0 : h.weight_decay),
             float(h.decoupled ? -p.lr * h.weight_decay : 0.0),

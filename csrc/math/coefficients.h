@@ -18,6 +18,11 @@ AMP_HD double integer_power(double base, double n) {
   return result;
 }
 
+// What a moment is divided by: 1 - beta^step, or 1 without bias correction.
+AMP_HD double bias(bool corrects, double beta, double step) {
+  return corrects ? 1.0 - integer_power(beta, step) : 1.0;
+}
+
 // The factor of torch.nn.utils.clip_grad_norm_. A NaN norm gives NaN there, too.
 AMP_HD double clip_factor(double norm, double max_norm) {
   double const factor = max_norm / (norm + 1e-6);

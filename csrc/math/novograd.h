@@ -38,8 +38,8 @@ struct NovoGrad {
   };
 
   static AMP_HD Coefficients prepare(Hyper const& h, Prepared const& p) {
-    double const bias1 = h.bias_correction ? 1.0 - integer_power(h.beta1, p.step) : 1.0;
-    double const bias2 = h.bias_correction ? ::sqrt(1.0 - integer_power(h.beta2, p.step)) : 1.0;
+    double const bias1 = bias(h.bias_correction, h.beta1, p.step);
+    double const bias2 = ::sqrt(bias(h.bias_correction, h.beta2, p.step));
     double const before = p.step > 1.0 ? double(*p.norm) : h.init_zero ? 0.0 : p.gradient_norm;
     double const n = p.gradient_norm, b2 = h.beta2;
     double const norm = h.infinity_norm ? b2 * before + (1.0 - b2) * n

@@ -9,7 +9,6 @@ namespace amp_engine::cuda {
 namespace {
 
 constexpr size_t kSmallestSlot = 4096;
-constexpr int kSpares = 1;  // per mirror
 constexpr size_t kAsked = 8;  // slots that `take` looks at; each takes about a microsecond
 
 size_t capacity_for(size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallestSlot)); }
@@ -78,22 +77,22 @@ void Slots::take_back_returned() {
   returned_.clear();
 }
 
-void Slots::reserve(size_t bytes, int count) {
+void Slots::reserve(size_t bytes) {
   std::lock_guard const lock(mutex_);
-  sizes_[capacity_for(bytes)].reserved += size_t(count);
+  ++sizes_[capacity_for(bytes)].reserved;
 }
 
-void Slots::release(size_t bytes, int count) {
+void Slots::release(size_t bytes) {
   std::lock_guard const lock(mutex_);
-  sizes_[capacity_for(bytes)].reserved -= size_t(count);
+  --sizes_[capacity_for(bytes)].reserved;
 }
 
 Mirror::Mirror(Slots& slots, Allocate allocate, size_t bytes)
     : slots_(slots), allocate_(std::move(allocate)), bytes_(bytes) {
-  slots_.reserve(bytes, kSpares);
+  slots_.reserve(bytes);
 }
 
-Mirror::~Mirror() { slots_.release(bytes_, kSpares); }
+Mirror::~Mirror() { slots_.release(bytes_); }
 
 bool Mirror::is_uploaded(void const* table, uint64_t version) const {
   return version ? version_ == version : !uploaded_.empty() && !std::memcmp(uploaded_.data(), table, bytes_);

@@ -55,9 +55,9 @@ class Slots {
   // A slot whose copies are done. It returns by itself when the graph that `stream` is being captured into is gone.
   Slot take_for_capture(size_t bytes, Stream stream);
 
-  // `reserve` keeps `count` more slots of this size ready for captures; `release` keeps `count` fewer.
-  void reserve(size_t bytes, int count);
-  void release(size_t bytes, int count);
+  // `reserve` keeps one more slot of this size ready for captures; `release` keeps one fewer.
+  void reserve(size_t bytes);
+  void release(size_t bytes);
 
  private:
   struct Size {

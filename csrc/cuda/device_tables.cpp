@@ -91,9 +91,11 @@ void copy_on_device(void* to, void const* from, size_t bytes, at::Device device)
 }
 
 bool is_captured(at::Device device) {
-  c10::DeviceGuard const guard(device);
+  cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  AMP_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+  if (stream) {  // the default stream is never captured
+    AMP_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  }
   return status != cudaStreamCaptureStatusNone;
 }
 

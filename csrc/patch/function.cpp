@@ -18,11 +18,8 @@
 
 #include "arguments.h"
 #include "cast.h"
+#include "ops.h"
 #include "weight_cache.h"
-
-#ifdef AMP_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#endif
 
 namespace py = pybind11;
 
@@ -203,19 +200,8 @@ bool may_keep(at::Tensor const& weight) {
   if (weight.is_inference() || weight.layout() != at::kStrided) {
     return false;
   }
-  if (!weight.is_cuda()) {
-    return true;
-  }
-#ifdef AMP_WITH_CUDA  // a captured graph would treat the copy as a constant
-  cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(weight.get_device());
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (stream) {  // the default stream is never captured
-    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  }
-  return status == cudaStreamCaptureStatusNone;
-#else
-  return false;
-#endif
+  // A captured graph would treat the copy as a constant.
+  return !weight.is_cuda() || (has_cuda() && !is_captured(weight.device()));
 }
 
 // Casts `object`, an exact tensor, to type `to`. Returns a new reference, or null if it has this type or one that is

@@ -99,9 +99,6 @@ bool Mirror::is_uploaded(void const* table, uint64_t version) const {
 }
 
 void* Mirror::upload(void const* table, Stream stream, uint64_t version) {
-  if (bytes_ == 0) {
-    return nullptr;
-  }
   if (uint64_t const capture = slots_.device().capture(stream)) {
     if (capture_ != capture) {
       captured_.clear();

@@ -82,7 +82,7 @@ class Slots {
 using Buffer = std::shared_ptr<void>;
 using Allocate = std::function<Buffer(size_t bytes)>;
 
-// The device copy of a table of fixed size.
+// The device copy of a table of fixed size, which is not 0.
 //
 //   kernel<<<..., stream>>>(mirror.upload(table, stream));
 //
@@ -98,10 +98,10 @@ class Mirror {
 
   size_t size() const { return bytes_; }
 
-  // Returns the device address of the present content of `table`, which has `size()` bytes, in order of `stream`; null
-  // if `size()` is 0. The address is valid for work that is queued on the stream before the next upload. The caller may
-  // write the table as soon as this returns. Tables of the same version are taken for equal without a comparison.
-  // Tables of version 0 are compared.
+  // Returns the device address of the present content of `table`, which has `size()` bytes, in order of `stream`. The
+  // address is valid for work that is queued on the stream before the next upload. The caller may write the table as
+  // soon as this returns. Tables of the same version are taken for equal without a comparison. Tables of version 0 are
+  // compared.
   void* upload(void const* table, Stream stream, uint64_t version = 0);
 
  private:

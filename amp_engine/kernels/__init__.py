@@ -8,8 +8,8 @@ from amp_engine.kernels.halves import REMAINDER as REMAINDER
 from amp_engine.kernels.layout import FLOATS as FLOATS
 from amp_engine.kernels.layout import is_dense as is_dense
 from amp_engine.kernels.layout import is_lazy as is_lazy
+from amp_engine.kernels.layout import mark as mark
 from amp_engine.kernels.layout import same_layout as same_layout
-from amp_engine.kernels.layout import stamp as stamp
 from amp_engine.kernels.list_check import ListCheck as ListCheck
 from amp_engine.kernels.ops import accumulate_ as accumulate_
 from amp_engine.kernels.ops import axpby_ as axpby_
@@ -41,10 +41,10 @@ __all__ = [
     "is_dense",
     "is_lazy",
     "l2norm",
+    "mark",
     "nonfinite",
     "same_layout",
     "scale_",
-    "stamp",
     "step_once",
     "step_table",
     "update_scale_",

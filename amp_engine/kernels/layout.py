@@ -16,7 +16,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NONE, OWN, SHARED, OTHER = range(4)
 
 
-def stamp(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
+def mark(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
     """Return address, version, type and device: equal until `t` is written or replaced, if its memory is not freed."""
     return data_address(t), version(t), t.dtype, t.device
 

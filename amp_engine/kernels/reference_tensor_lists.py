@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_engine.ground.torch_private import data_address, lazy_clone
 from amp_engine.kernels.backend import Gradients, TensorList
-from amp_engine.kernels.layout import NONE, OTHER, OWN, SHARED, access_of, devices_of, stamp, version
+from amp_engine.kernels.layout import NONE, OTHER, OWN, SHARED, access_of, devices_of, mark, version
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -26,36 +26,36 @@ class Marks:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        self._stamps: list[Any] = []
+        self._marks: list[Any] = []
         self._memory: list[Any] = []
         self.mark()
 
     def mark(self) -> None:
         """Mark all tensors."""
-        self._stamps = list(map(stamp, self._tensors))
+        self._marks = list(map(mark, self._tensors))
         self._memory = [t.untyped_storage() for t in self._tensors]
 
     def mark_at(self, place: int) -> None:
         """Mark one tensor."""
         tensor = self._tensors[place]
-        self._stamps[place] = stamp(tensor)
+        self._marks[place] = mark(tensor)
         self._memory[place] = tensor.untyped_storage()
 
     def take(self, place: int, other: Marks, other_place: int) -> None:
         """Take the mark that `other` has of the same tensor."""
-        self._stamps[place], self._memory[place] = other._stamps[other_place], other._memory[other_place]
+        self._marks[place], self._memory[place] = other._marks[other_place], other._memory[other_place]
 
     def have_moved(self) -> bool:
         """True if a tensor was written or replaced since it was marked."""
-        return list(map(stamp, self._tensors)) != self._stamps
+        return list(map(mark, self._tensors)) != self._marks
 
     def has_moved(self, place: int) -> bool:
         """True if the tensor at `place` was written or replaced since it was marked."""
-        return stamp(self._tensors[place]) != self._stamps[place]
+        return mark(self._tensors[place]) != self._marks[place]
 
     def has_other_memory(self, place: int) -> bool:
         """True if the tensor at `place` has other memory and else the same mark."""
-        now, before = stamp(self._tensors[place]), self._stamps[place]
+        now, before = mark(self._tensors[place]), self._marks[place]
         return now[0] != before[0] and now[1:] == before[1:]
 
 
@@ -64,15 +64,15 @@ class GradientMarks:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params
-        self._stamps = list(map(_gradient_stamp, params))
+        self._marks = list(map(_gradient_mark, params))
 
     def have_moved(self) -> bool:
         """True if a gradient came, went, was replaced or written since it was marked."""
-        return list(map(_gradient_stamp, self.params)) != self._stamps
+        return list(map(_gradient_mark, self.params)) != self._marks
 
     def moved(self) -> list[tuple[int, bool]]:
         """Return the place of each gradient that has moved, and True if there was one when it was marked."""
-        pairs = zip(map(_gradient_stamp, self.params), self._stamps, strict=True)
+        pairs = zip(map(_gradient_mark, self.params), self._marks, strict=True)
         return [(place, then is not None) for place, (now, then) in enumerate(pairs) if now != then]
 
 
@@ -192,7 +192,7 @@ def ask_for_written_lists() -> None:
     """Do nothing: memory on GPUs is copied at once."""
 
 
-def _gradient_stamp(param: Tensor) -> tuple[int, int, int] | None:
+def _gradient_mark(param: Tensor) -> tuple[int, int, int] | None:
     grad = _GRAD.__get__(param)
     if grad is None:
         return None

@@ -42,13 +42,13 @@ class FusedOptimizer(Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
         self.set_grad_none = set_grad_none
-        # Stamps of half parameters and their masters after their last step.
-        self._stamps: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Marks of half parameters and their masters after their last step.
+        self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._stamps = WeakIdKeyDictionary()
+        self._marks = WeakIdKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.settings}}
@@ -156,7 +156,7 @@ class FusedOptimizer(Optimizer):
                 params[i].copy_(weights[i])
         if self.master_weights:
             for p, w in zip(params, weights, strict=True):
-                self._stamps[p] = kernels.stamp(p), kernels.stamp(w)
+                self._marks[p] = kernels.mark(p), kernels.mark(w)
 
     @property
     def _unscales(self) -> bool:
@@ -185,10 +185,10 @@ class FusedOptimizer(Optimizer):
             master = state["master_param"] = p.detach().float()
         if master.dtype != torch.float32 or not kernels.is_dense(master) or not _one_order(master, p):
             master = state["master_param"] = _float32_like(p, master)
-        of_param, of_master = self._stamps.get(p, (None, None))
-        if of_param is not None and of_param != kernels.stamp(p):
+        of_param, of_master = self._marks.get(p, (None, None))
+        if of_param is not None and of_param != kernels.mark(p):
             master.copy_(followed(master, p))
-        elif of_master is not None and of_master != kernels.stamp(master):
+        elif of_master is not None and of_master != kernels.mark(master):
             p.copy_(master)  # the master was written, and this step may have no gradient for it
         return master
 

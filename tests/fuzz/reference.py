@@ -100,6 +100,12 @@ class Reference:
         for group, names in zip(optimizer.param_groups, self.groups[o], strict=True):
             group["params"] = [self.entry(name) for name in names]
 
+    def scan_open(self, optimizers: list[int]) -> None:
+        """Look in optimizers whose windows were left open for parameters in common with these."""
+        for o, window in enumerate(self.windows):
+            if window is not None and o not in optimizers:
+                self.scan(o)
+
     @torch.no_grad()
     def refresh(self, o: int) -> None:
         """Masters follow parameters that the user wrote; the first time also what was written unseen."""
@@ -159,6 +165,7 @@ class Reference:
         Args:
             heed: a backward follows, so that what `zero_grad` was to reach goes.
         """
+        self.scan_open(optimizers)
         left = [(o, window.writes) for o in optimizers if (window := self.windows[o])]
         for o in [o for o, writes in left if writes != left[0][1]]:
             self.exit([o], loss_id)
@@ -218,6 +225,7 @@ class Reference:
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
     def step(self, o: int) -> None:
+        self.scan_open([o])
         if (window := self.windows[o]) is not None:
             self.exit([o], window.loss_id)
         elif self.left[o] and not self.passes_through([o], 0):

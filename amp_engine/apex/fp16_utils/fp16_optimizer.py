@@ -89,8 +89,8 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self._unscaled: list[Tensor] = []
         self._is_static_reported = False
         self._adopt_params()
-        # Stamps of the half weights after our last write.
-        self._stamps = list(map(kernels.stamp, self._half_params()))
+        # Marks of the half weights after our last write.
+        self._marks = list(map(kernels.mark, self._half_params()))
         self._reporter.say(
             "Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon.  So it was in apex; here "
             "it stays.  New code is simpler with amp.initialize and amp.scale_loss.",
@@ -326,11 +326,11 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
     def _adopt_values(self) -> None:
         """Copy each half weight that is no longer its rounded master into the master."""
         params = self._half_params()
-        stamps = list(map(kernels.stamp, params))
-        if stamps != self._stamps:
+        marks = list(map(kernels.mark, params))
+        if marks != self._marks:
             for param, master in self._pairs():
                 master.copy_(followed(master, param))
-            self._stamps = stamps
+            self._marks = marks
 
     def _half_params(self) -> list[nn.Parameter]:
         return list(chain.from_iterable(self.fp16_groups))
@@ -404,7 +404,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
     def _write_back(self) -> None:
         params = self._half_params()
         master_params_to_model_params(params, list(chain.from_iterable(self.fp32_from_fp16_groups)))
-        self._stamps = list(map(kernels.stamp, params))
+        self._marks = list(map(kernels.mark, params))
 
 
 def _scale_of(saved: Any) -> tuple[float, int]:

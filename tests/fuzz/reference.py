@@ -226,10 +226,10 @@ class Reference:
 
     def step(self, o: int) -> None:
         self.scan_open([o])
+        self.scan(o)
         if (window := self.windows[o]) is not None:
             self.exit([o], window.loss_id)
         elif self.left[o] and not self.passes_through([o], 0):
-            self.scan(o)
             if any(self.entry(name).grad is not None for name in self.names(o) if name not in self.masters):
                 self.enter([o], 0)
                 self.exit([o], 0)

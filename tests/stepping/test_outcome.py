@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from amp_engine.scaling.outcome import Outcome
-from amp_engine.scaling.scaler import LossScaler
-from amp_engine.stepping.backward import Backward
 
 
 def numbers(flag: float = 1.0, *flushed: float, loss: float = 0.0) -> torch.Tensor:
@@ -50,19 +48,3 @@ def test_several_losses_are_summed_when_somebody_asks() -> None:
 def test_a_loss_on_another_device_does_not_travel() -> None:
     outcome = Outcome(numbers(), loss=torch.tensor(0.25, device="meta"))
     assert outcome.number() is None
-
-
-def test_each_check_of_a_backward_that_ranks_agree_on_gives_it_a_new_outcome() -> None:
-    scaler = LossScaler("dynamic")
-    backward, waits = Backward(scaler, 0, scaler.snapshot()), []
-
-    def conclude(flag: float) -> None:
-        waits.append(flag)
-        backward.conclude(numbers(flag))
-
-    for flag in (0.0, 1.0):  # with `delay_unscale` each optimizer of the loss closes its own window
-        backward.conclude_later(lambda flag=flag: conclude(flag))
-        assert flag not in waits, "nobody has read it"
-        assert backward.outcome.overflowed() == bool(flag)
-        assert backward.outcome is backward.outcome
-    assert waits == [0.0, 1.0]

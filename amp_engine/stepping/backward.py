@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -63,7 +62,10 @@ class Backward:
         accumulation: the backwards of its loss for the same step.
         micro_batches: the numbers of the first and last backward of `accumulation` that are checked together.
         of_replicas: True if all ranks have the same gradients once they are reduced.
+        outcome: the outcome; set by `conclude`.
     """
+
+    outcome: Outcome
 
     def __init__(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
         self.scaler = scaler
@@ -100,17 +102,6 @@ class Backward:
         if not flag.is_cpu:
             return None
         return flag.item() != 0 if self.update is None else self.update.outcome.tolist()[0] != 0
-
-    @cached_property
-    def outcome(self) -> Outcome:
-        """The outcome, as `conclude` has set it. Waits for other ranks after `conclude_later`."""
-        self.scaler.settle()
-        return vars(self)["outcome"]
-
-    def conclude_later(self, conclude: Callable[[], None]) -> None:
-        """Have the next read of the outcome, or of the scaler, call `conclude`, which waits for other ranks."""
-        vars(self).pop("outcome", None)  # of an earlier check: with `delay_unscale` each optimizer has its own
-        self.scaler.owe(conclude)
 
     def conclude(self, outcome: Tensor) -> None:
         """Set the outcome, after all checks, from the numbers that the update of the scaler gave. No host sync."""

@@ -85,6 +85,7 @@ class Pending:
 
     def overflowed(self) -> bool:
         """True if the next step will be skipped by us. Waits for the device if that decided."""
+        self._settle()
         return any(backward.skips and backward.outcome.overflowed() for backward in self.backwards)
 
     def add(self, backward: Backward, squares: list[Tensor] | None = None) -> None:
@@ -93,6 +94,7 @@ class Pending:
         Args:
             squares: sums of squares of this optimizer's gradients, still scaled; None if not computed.
         """
+        self._settle()
         self._squares = [*self._squares[:1], squares]  # two entries suffice: they are read only if there is one
         self.backwards = [
             b for b in self.backwards if not b.outcome.is_known() or b.outcome.overflowed() or b.outcome.has_flushed()
@@ -106,6 +108,7 @@ class Pending:
             on_device: True if the step can read flags on the device. The host then never waits: it decides if it
                 already knows, and else learns the result later. If False, waits for the device.
         """
+        self._settle()
         is_known = not on_device or _are_known(self.backwards)
         self.hear(wait=is_known)  # first, since a report may raise, and the next step then still needs the decision
         self.steps += 1
@@ -118,12 +121,18 @@ class Pending:
         self._conclude(backwards)
         return Skip() if self._skipped else Take()
 
+    def _settle(self) -> None:
+        """Get the findings of other ranks for all kept backwards."""
+        for backward in self.backwards:
+            backward.scaler.settle()
+
     def leave_skip_to_caller(self) -> None:
         """Note that a foreign `scale_loss` will skip the next step itself."""
         self.caller_skips = True
 
     def skipped_by_caller(self) -> None:
         """Record a step that the caller skipped, and forget the backwards for it."""
+        self._settle()
         self.hear(wait=True)
         self.caller_skips = False
         self.forget()

@@ -218,7 +218,7 @@ class ScaledBackwards:
         if reduction is None:
             conclude()
         else:
-            backward.conclude_later(conclude)
+            scaler.owe(conclude)
         if check:
             for i, one in enumerate(stepped):
                 one.pending.add(backward, squares[i])

@@ -87,6 +87,7 @@ def pack_scalers(
 
     Raises AmpValueError for an unknown format, and for several scalers in torch's format, which holds one.
     """
+    _check_format(scaler_format)
     converted = _written([(i, _saved(scaler, opt_level)) for i, scaler in enumerate(scalers)], scaler_format)
     if destination is None:
         return converted
@@ -99,14 +100,13 @@ def _saved(scaler: LossScaler, opt_level: str | None) -> SavedScaler:
     state = scaler.state_dict()
     loss_scale = float(state["loss_scale"])
     _check_scale(loss_scale)
-    rule = scaler.rule if scaler.dynamic else DynamicLossScale()
     return SavedScaler(
         loss_scale,
         int(state["unskipped"]),
         scaler.dynamic,
         opt_level,
         memory=scaler.memory(),
-        growth=Growth(rule.growth_factor, rule.backoff_factor, rule.growth_interval),
+        growth=Growth(scaler.scale_factor, scaler.backoff_factor, scaler._scale_seq_len),
     )
 
 
@@ -125,20 +125,24 @@ def convert_state_dict(
     Raises AmpTypeError, AmpValueError, AmpStateError or AmpIndexError for another dictionary, an unknown format, or, in
     torch's format, several scalers or a wrong `loss_id`.
     """
+    _check_format(scaler_format)
     entries, unexpected = _read(state_dict)
     _refuse(unexpected)
     return _written(entries, scaler_format, loss_id)
+
+
+def _check_format(scaler_format: str) -> None:
+    if scaler_format not in ("amp", "apex", "torch"):
+        raise AmpValueError(
+            f'format={scaler_format!r} is none of "amp", "apex" and "torch".  Use "torch" for '
+            'torch.amp.GradScaler, "apex" for NVIDIA\'s apex.'
+        )
 
 
 def _written(
     entries: Sequence[tuple[int, SavedScaler]], scaler_format: ScalerFormat, loss_id: int | None = None
 ) -> OrderedDict[str, Any]:
     """Return saved scalers, paired with their indices, in a format."""
-    if scaler_format not in ("amp", "apex", "torch"):
-        raise AmpValueError(
-            f'format={scaler_format!r} is none of "amp", "apex" and "torch".  Use "torch" for '
-            'torch.amp.GradScaler, "apex" for NVIDIA\'s apex.'
-        )
     if scaler_format != "torch":
         form = SavedScaler.as_amp if scaler_format == "amp" else SavedScaler.as_apex
         return OrderedDict((f"{_SCALER_KEY}{i}", form(saved)) for i, saved in entries)
@@ -276,7 +280,7 @@ def _read_torchs(state: Mapping[str, Any]) -> SavedScaler:
         growth = Growth(
             float(numbers["growth_factor"]), float(numbers["backoff_factor"]), int(numbers["growth_interval"])
         )
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise AmpValueError(
             f'A GradScaler\'s state is {{"scale": float, "_growth_tracker": int, ...}}, not {dict(state)!r}.'
         ) from e

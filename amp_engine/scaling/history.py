@@ -99,7 +99,7 @@ class ScaleHistory:
         self._tracks.update((loss_id, Track(scale)) for loss_id, scale in enumerate(scales))
 
     def note(self, loss_id: int, outcome: Outcome, number: int = 0, follows: int | None = None) -> None:
-        """Keep a concluded backward, which is added when the history is read, or when many are kept. Does not wait.
+        """Keep a concluded backward, added when the history is read, or many or large ones are kept. Does not wait.
 
         Ignores a captured backward, as the host does not see the replays that run it.
 
@@ -110,7 +110,7 @@ class ScaleHistory:
         if outcome.is_captured:
             return
         self._waiting.append((loss_id, outcome, number, follows))
-        if len(self._waiting) > _LET_WAIT:
+        if len(self._waiting) > _LET_WAIT or outcome.keeps_loss:
             self.hear(wait=False)
 
     def hear(self, wait: bool) -> None:

@@ -39,6 +39,7 @@ class Outcome(HostNumbers):
         self._value = value
         self._loss = loss if value is None else None
         self._has_loss = self._loss is not None and travels(self._loss, numbers.device)
+        self.keeps_loss = self._loss is not None and not self._has_loss  # True if memory of a loss lives with this
 
     @property
     def flag(self) -> Tensor:

@@ -104,12 +104,17 @@ class LossScaler:
         return self._static_scale == 1.0
 
     @property
+    def backoff_factor(self) -> float:
+        """The factor of a dynamic scale after an overflow."""
+        return self._backoff_factor or 1.0 / self.scale_factor
+
+    @property
     def rule(self) -> DynamicLossScale:
         """The numbers of the rule of a dynamic scale."""
         return DynamicLossScale(
             self._init_scale,
             self.scale_factor,
-            self._backoff_factor or 1.0 / self.scale_factor,
+            self.backoff_factor,
             self._scale_seq_len,
             self._hysteresis,
             self._min_loss_scale,
@@ -129,7 +134,11 @@ class LossScaler:
         """Call the owed update, if there is one. Waits for other ranks, as its collective does."""
         owed, self._owed = self._owed, None
         if owed is not None:
-            owed()
+            try:
+                owed()
+            except BaseException:  # such as KeyboardInterrupt: the next step must not pass for one without overflow
+                self._owed = owed
+                raise
 
     def loss_scale(self) -> float:
         """The scale that the next backward uses. Waits for the device if dynamic."""
@@ -184,7 +193,7 @@ class LossScaler:
             self.unskipped,
             self.found_inf,
             self.scale_factor,
-            self._backoff_factor or 1.0 / self.scale_factor,
+            self.backoff_factor,
             self._scale_seq_len,
             self._min_loss_scale,
             self._max_loss_scale,

@@ -415,6 +415,7 @@ class Stepper:
         whose replay would miss the decision.
         """
         optimizer, rows = args[0], self.rows
+        rows.judge_half()  # a weight that was frozen may be trained now, with the tables of the last step
         rows.follow()
         self._written_parameters.warn(optimizer, rows)
         # Plan once, before the decision: a group that joins between two plans could be stepped on inf.

@@ -155,6 +155,27 @@ def test_half_weights_that_come_later_are_refused_before_they_are_stepped(level:
     iterate()  # and goes on where that was mended
 
 
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_half_weights_that_were_cast_while_frozen_are_refused_with_the_tables_of_the_step_before(level: str) -> None:
+    model = Normed(torch.float32)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def step() -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        optimizer.step()
+
+    step()
+    model.norm.requires_grad_(False).bfloat16()
+    step()
+    model.norm.requires_grad_(True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"Found param norm\.weight with type torch\.BFloat16Tensor"):
+        step()
+    assert_bitwise(dict(model.named_parameters()), before)
+
+
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("arrive", [add_a_group, unfreeze])
 @pytest.mark.parametrize("level", ["O0", "O4"])

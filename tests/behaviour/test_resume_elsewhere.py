@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -384,12 +385,22 @@ def test_a_grad_scaler_goes_on_by_the_rule_of_the_run(by: str) -> None:
     assert numbers == (4.0, 0.125, 500)
 
 
+@pytest.mark.parametrize(("name", "value"), [("_max_loss_scale", math.inf), ("scale_factor", 1.0)])
+def test_a_scale_whose_attributes_a_script_has_set_is_saved(name: str, value: float) -> None:
+    """apex had no other way; a DynamicLossScale refuses these numbers."""
+    started("O2")
+    setattr(amp._amp_state.loss_scalers[0], name, value)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == amp.state_dict(format="torch")["scale"] == 2.0**16
+
+
 def test_a_grad_scalers_dictionary_keeps_its_rule_in_a_conversion(torchs: dict[str, Any]) -> None:
     assert amp.convert_state_dict(torchs, "torch") == torchs
     bare = {"scale": MOVED, "_growth_tracker": COUNT}
     assert amp.convert_state_dict(bare, "torch") == {**torchs, "growth_interval": 2000}
     with pytest.raises(AmpValueError, match="A GradScaler's state is"):
         amp.convert_state_dict({**torchs, "growth_interval": "often"}, "torch")
+    with pytest.raises(AmpValueError, match="A GradScaler's state is"):
+        amp.convert_state_dict({**torchs, "growth_interval": math.inf}, "torch")
 
 
 def test_of_several_losses_one_is_taken() -> None:

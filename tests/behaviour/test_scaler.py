@@ -375,3 +375,19 @@ def test_all_of_a_scaler_moves_to_the_device_of_the_losses(loss_scale: Any) -> N
     scaler.to(torch.device("meta"))
     assert len(before) >= 4
     assert {name: getattr(scaler, name).device.type for name in before} == dict.fromkeys(before, "meta")
+
+
+def test_an_owed_update_that_was_interrupted_stays_owed() -> None:
+    scaler, calls = LossScaler("dynamic"), []
+
+    def update() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    scaler.owe(update)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.settle()
+    scaler.settle()
+    scaler.settle()
+    assert calls == [0, 1]

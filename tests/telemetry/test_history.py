@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from amp_engine import AmpGradientWarning, Engine
+from amp_engine import AmpGradientWarning, Engine, amp
 from amp_engine.ground.devices import HostNumbers
 from amp_engine.scaling.history import KEPT_LOSSES, LIMIT, Point, ScaleHistory, Track
 from tests.models import MLP
@@ -16,6 +16,8 @@ from tests.support import DYNAMIC_LEVELS, started, train
 
 class Late:
     """An outcome on its way to the host."""
+
+    keeps_loss = False
 
     def __init__(self, overflowed: bool, scale: float, is_captured: bool = False, loss: float | None = None) -> None:
         self._overflowed, self._scale, self._loss, self.is_captured = overflowed, scale, loss, is_captured
@@ -90,6 +92,16 @@ def test_those_that_nobody_asks_for_do_not_pile_up() -> None:
         history.note(0, one)
         most = max(most, len(history._waiting))
     assert most < 100
+
+
+def test_a_loss_of_several_elements_is_not_kept_until_somebody_asks() -> None:
+    model, optimizer = started("O2")
+    for _ in range(3):
+        losses = model(MLP.batch()[0]).float().square()
+        with amp.scale_loss(losses, optimizer) as scaled:
+            scaled.mean().backward()
+        optimizer.step()
+    assert len(amp.current_engine()._scaling.history._waiting) == 0
 
 
 def test_captured_backwards_are_left_out() -> None:

@@ -19,7 +19,7 @@ with needs("lightning"):
 
 
 class _WithScaler:
-    """What both plugins have: a loss scaler, which checkpoints hold, and the weights that are stepped."""
+    """Keeps the loss scaler of a run, and saves and loads it."""
 
     def __init__(self) -> None:
         self.scaler = amp.GradScaler()

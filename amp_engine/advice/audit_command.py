@@ -11,6 +11,7 @@ from pathlib import Path
 
 from amp_engine.advice.command import check_json, parser_of, split, write_json
 from amp_engine.advice.running import check_script, child_command, child_environment
+from amp_engine.apex import finder
 from amp_engine.errors import AmpError
 
 NAME = "python -m amp_engine audit"
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if isinstance(e, ValueError) else 1
     with tempfile.TemporaryDirectory(prefix="amp_audit_") as folder:
         told = {"steps": options.steps, "every": options.every, "folder": folder}
-        status = _wait(subprocess.Popen(child_command(target), env=child_environment(VARIABLE, told)))
+        environment = child_environment(VARIABLE, told)
+        finder.add_children(environment, replace="replace" in environment.get(finder.VARIABLE, "").split())
+        status = _wait(subprocess.Popen(child_command(target), env=environment))
         text, json = Path(folder, "audit.txt"), Path(folder, "audit.json")
         if not text.exists():
             print(f"{NAME}: {_FAILED.format(status=status) if status else _NO_STEP}", file=sys.stderr)
@@ -66,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         NAME,
         "Run an unmodified training script, with or without amp, and say which share of each tensor's "
-        "steps rounding erases, the worst first, and what to do. The script is ended after its steps. For one that "
-        "imports apex type: python -m amp_engine.apex -m amp_engine audit script.py",
+        "steps rounding erases, the worst first, and what to do. The script is ended after its steps. Its `import "
+        "apex` finds amp_engine unless NVIDIA's apex with amp is installed.",
     )
     parser.add_argument("--steps", type=int, default=20, help="of the first optimizer that steps (default 20)")
     parser.add_argument("--every", type=int, default=1, help="audit each how-manieth step (default 1)")

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
@@ -216,6 +217,12 @@ class FusedOptimizer(Optimizer):
                 raise AmpTypeError(
                     f"{type(self).__name__} steps parameters whose elements have a place each; parameter {i} of shape "
                     f"{tuple(p.shape)} and strides {p.stride()} is expanded.  Make it of a .contiguous() tensor."
+                )
+            if is_sharded(p) or is_sharded(g):
+                raise AmpTypeError(
+                    f"{type(self).__name__} cannot step tensors that wrap others, as the DTensors of fully_shard do; "
+                    f"parameter {i} of shape {tuple(p.shape)}, or its gradient, does.  Use an optimizer of "
+                    "torch.optim, such as torch.optim.AdamW."
                 )
             if kernels.is_lazy(p):
                 raise AmpTypeError(

@@ -231,8 +231,10 @@ class FusedStep:
         return {**state_dict, "state": state}
 
     def obstacle(self, step: StepInput) -> str | None:
-        """Explain why no table can be built of these tensors and the optimizer's state; None if one can."""
+        """Explain why the kernels cannot step these tensors with these settings and this state; None if they can."""
         optimizer = self._live_optimizer()
+        if not all(map(self.rule.supports, optimizer.param_groups)):
+            return "a setting of its groups is none that the kernels know"
         dtypes = kernels.FLOATS if self._form.is_ours else (torch.float32,)
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         copies = step.copies or [None] * len(step.weights)
@@ -241,6 +243,9 @@ class FusedStep:
             is_split = c is not None and c.dtype is kernels.REMAINDER
             if (w.dtype not in dtypes and not is_split) or not kernels.is_dense(w) or kernels.is_lazy(w):
                 return f"parameter {i} is of another type, or has gaps in memory"
+            if g is not None and not (step.are_plain or _is_plain(g)):
+                layout = "" if g.layout is torch.strided else f" of layout {g.layout}"
+                return f"the gradient of parameter {i} is a {type(g).__name__} of {g.dtype}{layout}"
             if g is not None and (g.shape != w.shape or g.device != w.device):
                 return (
                     f"parameter {i} of shape {tuple(w.shape)} on {w.device} has a gradient of another shape or device"

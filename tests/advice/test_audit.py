@@ -102,6 +102,22 @@ def test_a_script_that_fails_before_its_first_step_is_said_to_have_failed(run: A
     assert err.endswith("failed before the first step of a torch.optim.Optimizer, with exit status 7.\n")
 
 
+def test_a_script_that_imports_apex_is_audited(run: Any) -> None:
+    script = """
+    import torch
+    from apex import amp
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = amp.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O5", verbosity=0)
+    for step in range(2):
+        with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    """
+    status, out, err = run(script, options="")
+    assert (status, err) == (0, "")
+    assert "AdamW: 2 of 2 steps audited" in out
+
+
 def test_the_package_is_found_where_the_command_found_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(dedent(TRAINS))
     told = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

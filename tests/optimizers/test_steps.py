@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_engine import Engine
 from tests.optimizers.formulas import FORMULAS, Formula
@@ -334,6 +335,19 @@ def test_an_expanded_parameter_is_refused_by_layout_and_nothing_is_stepped(name:
     with pytest.raises(TypeError, match="expanded"):
         optimizer.step()
     assert_bitwise(params, before)
+    assert not optimizer.state
+
+
+@EVERY
+def test_tensors_that_wrap_others_are_refused_with_what_to_use(name: str) -> None:
+    params = [*parameters([(3,)]), nn.Parameter(TwoTensor(torch.randn(4), torch.randn(4)))]
+    optimizer = made(name, params)
+    give(params[:1], gradients(params[:1], 0))
+    before = frozen(params[:1])
+    params[1].grad = TwoTensor(torch.randn(4), torch.randn(4))
+    with pytest.raises(TypeError, match=r"parameter 1 of shape \(4,\).*Use an optimizer of torch.optim"):
+        optimizer.step()
+    assert_bitwise(params[:1], before)
     assert not optimizer.state
 
 

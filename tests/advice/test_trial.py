@@ -354,6 +354,17 @@ def test_what_close_takes_along_is_kept(bench):
     assert (one.trial.steps, one.trial.skips) == (5, skips)
 
 
+def test_skips_are_counted_once_in_a_script_that_initializes_twice(bench):
+    one = bench("O2", steps=99)
+    kept = script(one, steps=3, verbosity=0, loss_scale=amp.DynamicLossScale(init_scale=2.0**24))
+    skips = one.engine.backwards.all[0].pending.skips
+    one.engine.initialize(*parts(), verbosity=0)
+    train(one.engine, *kept, steps=2)
+    one.engine.write()
+    assert skips > 0
+    assert (one.trial.steps, one.trial.skips) == (5, one.engine.backwards.all[0].pending.skips)
+
+
 def test_what_the_script_has_dropped_is_kept(bench):
     """At the end of a script its models and optimizers are gone, before the trial is written."""
     one = bench("O2", steps=99)

@@ -49,8 +49,10 @@ class GradScaler:
                 f"GradScaler.scale() takes one loss, not a {type(outputs).__name__}.  Type "
                 "scaler.scale(loss).backward() for each of several losses, or for their sum."
             )
-        self._body = self._engine().scale_loss(outputs, self._reached_by(outputs), self._loss_id, delay_unscale=True)
-        return self._body.__enter__()
+        body = self._engine().scale_loss(outputs, self._reached_by(outputs), self._loss_id, delay_unscale=True)
+        scaled_loss = body.__enter__()
+        self._body = body
+        return scaled_loss
 
     def unscale_(self, optimizer: Optimizer | LARC) -> None:
         """Unscale the gradients of the loss now, to clip them; otherwise `step` does. A second call has no effect.
@@ -106,9 +108,8 @@ class GradScaler:
         """Load a state from `state_dict`, torch.amp.GradScaler or `amp.state_dict`, as `amp.load_state_dict` does."""
         if not self.is_enabled():
             return
-        if "loss_scale" in state_dict:  # ours, which says more than the keys of torch's beside it
-            own = {key: value for key, value in state_dict.items() if key not in ("scale", "_growth_tracker")}
-            state_dict = {"loss_scaler0": own}
+        if "loss_scale" in state_dict:
+            state_dict = {"loss_scaler0": state_dict}
         reporter = self._engine().reporter
         scaler_state.unpack_scalers([self._scaler()], state_dict, lambda text: reporter.say(text, rank0=True))
 

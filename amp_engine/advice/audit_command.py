@@ -11,7 +11,6 @@ from pathlib import Path
 
 from amp_engine.advice.command import check_json, parser_of, split, write_json
 from amp_engine.advice.running import check_script, child_command, child_environment
-from amp_engine.apex import finder
 from amp_engine.errors import AmpError
 
 NAME = "python -m amp_engine audit"
@@ -43,9 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if isinstance(e, ValueError) else 1
     with tempfile.TemporaryDirectory(prefix="amp_audit_") as folder:
         told = {"steps": options.steps, "every": options.every, "folder": folder}
-        environment = child_environment(VARIABLE, told)
-        finder.add_children(environment, replace="replace" in environment.get(finder.VARIABLE, "").split())
-        status = _wait(subprocess.Popen(child_command(target), env=environment))
+        status = _wait(subprocess.Popen(child_command(target), env=child_environment(VARIABLE, told)))
         text, json = Path(folder, "audit.txt"), Path(folder, "audit.json")
         if not text.exists():
             print(f"{NAME}: {_FAILED.format(status=status) if status else _NO_STEP}", file=sys.stderr)

@@ -116,9 +116,9 @@ def run_in_process(argv: Sequence[str], task: Task) -> Trial:
     """Do one trial in its own process, which is killed at the latest `GRACE` seconds after its deadline."""
     with tempfile.TemporaryDirectory(prefix="amp_advise_") as folder:
         result, printed = Path(folder, "trial"), Path(folder, "printed")
-        environment = child_environment(VARIABLE, dataclasses.asdict(dataclasses.replace(task, path=str(result))))
+        told = dataclasses.asdict(dataclasses.replace(task, path=str(result)))
+        environment = child_environment(VARIABLE, told, replaces_apex=True)
         environment.setdefault("PYTHONHASHSEED", str(task.seed))  # data may be read in the order of a set
-        finder.add_children(environment, replace=True)
         with printed.open("wb") as output:
             process = subprocess.Popen(
                 child_command(argv),
@@ -136,11 +136,15 @@ def run_in_process(argv: Sequence[str], task: Task) -> Trial:
         return judged(trial, task, ended, printed.read_text(encoding="utf-8", errors="replace"))
 
 
-def child_environment(variable: str, told: Mapping[str, object]) -> dict[str, str]:
-    """This process's environment for a script, in which Python first starts the trial or audit of `variable`."""
+def child_environment(variable: str, told: Mapping[str, object], *, replaces_apex: bool = False) -> dict[str, str]:
+    """This process's environment for a script, in which Python first starts the trial or audit of `variable`.
+
+    `import apex` finds amp_engine's there, also in place of an installed NVIDIA apex with amp if `replaces_apex`.
+    """
     environment = {**os.environ, variable: json.dumps(told)}
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([_CHILD, path] if path else [_CHILD])
+    finder.add_children(environment, replace=replaces_apex or "replace" in environment.get(finder.VARIABLE, "").split())
     return environment
 
 

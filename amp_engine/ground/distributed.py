@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from amp_engine.errors import AmpStateError
 from amp_engine.ground.torch_private import fsdp_param_dtype, is_wrapper_subclass
 
 T = TypeVar("T")
@@ -54,9 +55,17 @@ def local_of(tensor: Tensor) -> Tensor:
 def local_gradient(param: Any) -> Tensor:
     """Return this rank's shard of a DTensor's gradient, in the same memory, with the placements of `param`.
 
-    If ranks still have to sum the gradient, as sequence parallelism leaves it, sums it and replaces `param.grad`.
+    If ranks still have to sum the gradient, as sequence parallelism leaves it, sums it and replaces `param.grad`. Other
+    wrapper subclasses may have plain gradients; raises AmpStateError for one that wraps others, too.
     """
     grad = param.grad
+    if not hasattr(param, "placements"):
+        if is_sharded(grad):
+            raise AmpStateError(
+                f"A gradient of shape {tuple(grad.shape)} is a {type(grad).__name__}, which wraps other tensors and is "
+                "no DTensor: it cannot be checked for overflows.  Choose opt_level='O4' or 'O0', which scale no loss."
+            )
+        return grad
     if grad.placements != param.placements:
         with torch.no_grad():
             grad = param.grad = grad.redistribute(placements=param.placements)

@@ -239,7 +239,10 @@ class Initialized:
         apex_face.put_on(wrapper, stepped)
 
     def release(self) -> None:
-        """Undo every `add`. Optimizers come first: their masters go into the models as exact FP32 values."""
+        """Undo every `add`, all of it even if a part raises.
+
+        Optimizers come first: their masters go into the models as exact FP32 values.
+        """
         for wrapper, handle in self._wrappers.items():
             if handle is not None:
                 handle.remove()
@@ -251,8 +254,15 @@ class Initialized:
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         # Parameters with masters are FP32 in between, even if they end as half.
         mastered = {id(p) for one in self.backwards.all if one.rows.writes_parameters for p in one.rows.columns.params}
-        for optimizer in optimizers:
-            self._let_go(optimizer)
+        with ExitStack() as undo:
+            undo.callback(self._release_models, optimizers)
+            for optimizer in reversed(optimizers):
+                undo.callback(self._let_go, optimizer)
+        _warn_of_lost_hooks(
+            [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
+        )
+
+    def _release_models(self, optimizers: Sequence[Optimizer]) -> None:
         remove_unused()
         for cast_model in reversed(self._cast_models):
             cast_model.undo()
@@ -263,9 +273,6 @@ class Initialized:
             if optimizer in self._state_follows_cast:
                 _match_state_to_parameters(optimizer)
         self._state_follows_cast.clear()
-        _warn_of_lost_hooks(
-            [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
-        )
 
     def stepped_params(self) -> list[nn.Parameter]:
         """The models' parameters that an optimizer steps, each once."""
@@ -315,8 +322,8 @@ class Initialized:
         stepped = self.backwards.pop(optimizer)
         if stepped is not None:
             remove_hooks(optimizer)
-            stepped.release()
             apex_face.take_off(optimizer)
+            stepped.release()
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:

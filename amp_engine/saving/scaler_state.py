@@ -284,6 +284,9 @@ def _read_torchs(state: Mapping[str, Any]) -> SavedScaler:
         raise AmpValueError(
             f'A GradScaler\'s state is {{"scale": float, "_growth_tracker": int, ...}}, not {dict(state)!r}.'
         ) from e
+    if "loss_scale" in state:  # of amp.GradScaler, whose other keys say more
+        own = {key: value for key, value in state.items() if key not in ("scale", "_growth_tracker")}
+        return _read_entry(own, {}, 0)._replace(growth=growth)
     _check_scale(loss_scale)
     return SavedScaler(loss_scale, unskipped, dynamic=True, is_torchs=True, growth=growth)
 

@@ -418,7 +418,7 @@ def _tensors_of(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
                 continue
             read.add(raw_name)
             saved = getattr(node, name, None)
-        except RuntimeError:  # freed by an earlier backward
+        except (RuntimeError, TypeError):  # freed by an earlier backward: torch calls `_itself` without a tensor
             continue
         for one in saved if isinstance(saved, (tuple, list)) else [saved]:
             if isinstance(one, Tensor) and type(one) in (Tensor, torch.nn.Parameter):

@@ -178,8 +178,8 @@ class StepHook:
         fused = fused_step_of(optimizer)
         is_plain = _says_nothing(optimizer, args, kwargs) and not hasattr(optimizer, "found_inf")
         with nullcontext() if casts_off is None else casts_off:
-            self._is_stepping = True
             try:
+                self._is_stepping = True
                 stepped.step(args, kwargs, fused if is_plain else None, self._backwards.casts)
             finally:
                 self._is_stepping = False

@@ -44,7 +44,7 @@ class Pending:
         self._squares: list[list[Tensor] | None] = []
         self.caller_skips = False
         self.skips_in_a_row = 0
-        self.steps = 0  # count of decided steps
+        self.steps = 0  # count of concluded steps
         self.skips = 0  # count of skipped steps, as far as the host knows
         self._last: LastStep | tuple[list[Backward], list[Tensor] | None] = LastStep()
         # Backwards of steps that the device decided, and whose decision the host does not know yet, oldest first.
@@ -102,24 +102,29 @@ class Pending:
         self.backwards.append(backward)
 
     def decide(self, on_device: bool) -> Skip | Take:
-        """Decide whether the step that begins is skipped or taken.
+        """Decide whether the step that begins is skipped or taken. Changes nothing: see `conclude`.
 
         Args:
             on_device: True if the step can read flags on the device. The host then never waits: it decides if it
                 already knows, and else learns the result later. If False, waits for the device.
         """
         self._settle()
-        is_known = not on_device or _are_known(self.backwards)
-        self.hear(wait=is_known)  # first, since a report may raise, and the next step then still needs the decision
+        if on_device and not _are_known(self.backwards):
+            return Take([backward.outcome.flag for backward in self.backwards if backward.skips])
+        overflowed = [backward.outcome.overflowed() and backward.skips for backward in self.backwards]
+        return Skip() if any(overflowed) else Take()
+
+    def conclude(self) -> None:
+        """Forget the backwards that decided the step, and report what the host knows of it and of earlier ones.
+
+        Until then they decide the next step, too: call it only where no gradient is left that may not be finite.
+        """
         self.steps += 1
         backwards, self.backwards, self.accumulations = self.backwards, [], {}
         squares, self._squares = self._squares, []
         self._last = backwards, squares[0] if len(squares) == 1 else None
-        if not is_known:
-            self._undecided.append([backward for backward in backwards if not backward.outcome.is_captured])
-            return Take([backward.outcome.flag for backward in backwards if backward.skips])
-        self._conclude(backwards)
-        return Skip() if self._skipped else Take()
+        self._undecided.append([backward for backward in backwards if not backward.outcome.is_captured])
+        self.hear(wait=_are_known(backwards))
 
     def _settle(self) -> None:
         """Get the findings of other ranks for all kept backwards."""

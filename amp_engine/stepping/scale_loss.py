@@ -151,77 +151,83 @@ class ScaledBackwards:
         delay_overflow_check: bool = False,
         loss: Tensor | None = None,
     ) -> None:
-        """Unscale and check gradients, then update the scale; if that raises, discard gradients. No host sync.
+        """Unscale and check gradients, then update the scale. No host sync.
+
+        If any of it raises, or is interrupted, no gradient stays that is scaled or unchecked: windows that are still
+        open put back those of their entry, and the others discard theirs.
 
         If ranks must agree, the scale is updated when it is read, or when the step needs the decision.
 
         Args:
             loss: the last loss, whose graph has the order of the parameters; None if unknown.
         """
-        scaler = backward.scaler
-        scaler.settle()
-        backward.skips = scaler.dynamic or self.scaling.skips_static(any(one.rows.makes_masters for one in stepped))
-        check = backward.skips or backward.loss_id not in self.scaling.reported
-        unscaled: set[int] | None = set() if len(stepped) > 1 else None
-        # Ranks do not agree on an overflow that is only reported: a rank that has reported one stops checking, and the
-        # others would wait for it. Most processes have no ranks, and skip the list of groups.
-        agrees = backward.skips and has_ranks()
-        groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
-        # Reset, since a backward with `delay_unscale` is closed once for each optimizer.
-        backward.update = None
-        backward.may_update = (
-            check and len(stepped) == 1 and not groups and scaler.auto is None and not delay_overflow_check
-        )
-        squares: list[list[Tensor]] = []  # for each optimizer, the sums of squares from its checks
         try:
+            scaler = backward.scaler
+            scaler.settle()
+            backward.skips = scaler.dynamic or self.scaling.skips_static(any(one.rows.makes_masters for one in stepped))
+            check = backward.skips or backward.loss_id not in self.scaling.reported
+            unscaled: set[int] | None = set() if len(stepped) > 1 else None
+            # Ranks do not agree on an overflow that is only reported: a rank that has reported one stops checking, and
+            # the others would wait for it. Most processes have no ranks, and skip the list of groups.
+            agrees = backward.skips and has_ranks()
+            groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
+            # Reset, since a backward with `delay_unscale` is closed once for each optimizer.
+            backward.update = None
+            backward.may_update = (
+                check and len(stepped) == 1 and not groups and scaler.auto is None and not delay_overflow_check
+            )
+            squares: list[list[Tensor]] = []  # for each optimizer, the sums of squares from its checks
             for one in stepped:
                 earlier = len(backward.checked)
                 one.close_window(backward, check, unscaled)
                 # No rank has the sums over whole DTensors.
                 found = [] if one.rows.columns.has_shards else backward.checked[earlier:]
                 squares.append([checked.checks.sum_squares for checked in found])
-        except BaseException:  # such as out of memory: no gradient may stay scaled
-            for one in stepped:
-                one.window.discard_backward()
-            raise
-        if check:
-            overflowed = backward.has_overflowed()
-            is_in_trouble = overflowed is None and any(one.pending.skips_in_a_row > 0 for one in stepped)
-            if overflowed or is_in_trouble or not backward.order:
-                self.evidence.keep(backward, loss, bool(overflowed), is_in_trouble)
-        for tell in self.events.closed.observers:
-            tell([one.rows for one in stepped], backward)
-        if delay_overflow_check:
-            return
-        reduction = backward.reduction = (
-            Reduction(groups, scaler.found_inf, backward.loss_to_tell()) if groups else None
-        )
-        backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
-        largest, bad_loss = (None, None) if scaler.auto is None else backward.for_auto_scale(groups)
-        concludes = check and bool(stepped)
-        is_noted = concludes and not self.evidence.is_rehearsal
-        earlier_ones = stepped[0].pending.backwards if is_noted else ()
-        follows = earlier_ones[-1].number if earlier_ones else None
+            if check:
+                overflowed = backward.has_overflowed()
+                is_in_trouble = overflowed is None and any(one.pending.skips_in_a_row > 0 for one in stepped)
+                if overflowed or is_in_trouble or not backward.order:
+                    self.evidence.keep(backward, loss, bool(overflowed), is_in_trouble)
+            for tell in self.events.closed.observers:
+                tell([one.rows for one in stepped], backward)
+            if delay_overflow_check:
+                return
+            reduction = backward.reduction = (
+                Reduction(groups, scaler.found_inf, backward.loss_to_tell()) if groups else None
+            )
+            backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
+            largest, bad_loss = (None, None) if scaler.auto is None else backward.for_auto_scale(groups)
+            concludes = check and bool(stepped)
+            is_noted = concludes and not self.evidence.is_rehearsal
+            earlier_ones = stepped[0].pending.backwards if is_noted else ()
+            follows = earlier_ones[-1].number if earlier_ones else None
 
-        def conclude() -> None:
-            if reduction is not None:
-                scaler.found_inf.copy_(reduction.wait())
-            if backward.update is None:
-                outcome = scaler.update_(backward.snapshot, largest, bad_loss, backward.loss_to_send())
+            def conclude() -> None:
+                if reduction is not None:
+                    scaler.found_inf.copy_(reduction.wait())
+                if backward.update is None:
+                    outcome = scaler.update_(backward.snapshot, largest, bad_loss, backward.loss_to_send())
+                else:
+                    outcome = scaler.end_update(backward.update)
+                if concludes:
+                    backward.conclude(outcome)
+                if is_noted:
+                    self.scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows)
+
+            if reduction is None:
+                conclude()
             else:
-                outcome = scaler.end_update(backward.update)
-            if concludes:
-                backward.conclude(outcome)
-            if is_noted:
-                self.scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows)
-
-        if reduction is None:
-            conclude()
-        else:
-            scaler.owe(conclude)
-        if check:
-            for i, one in enumerate(stepped):
-                one.pending.add(backward, squares[i])
+                scaler.owe(conclude)
+            if check:
+                for i, one in enumerate(stepped):
+                    one.pending.add(backward, squares[i])
+        except BaseException:  # such as out of memory: no gradient may stay scaled, or come unchecked to a step
+            for one in stepped:
+                if one.window.is_closed:
+                    one.forget_backwards()
+                else:
+                    one.window.discard_backward()
+            raise
 
     def _windows_into(self, stepped: Sequence[Stepper]) -> list[Stepper]:
         """Return other optimizers with an open window that share parameters with one of `stepped`."""
@@ -364,12 +370,11 @@ class ScaledBackward(ContextOfLoss):
         self._backwards.unlisted.exit()  # for a body around this one, which stops tracking unlisted gradients here
         scaler.to(loss.device)
         self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
-        entered: list[Stepper] = []
+        outside = [one for one in self._stepped if not one.window.is_in_body]
         try:
             scaled_loss = loss.float() * moved(backward.snapshot.scale, loss.device)
             for one in self._stepped:
                 one.enter_backward(backward, scaled_loss.requires_grad)
-                entered.append(one)
             self._backwards.unlisted.enter(backward, self._backwards.all)
             together = self._stepped[0].pending.accumulations if self._stepped else {}
             self._backwards.evidence.enter(backward, loss, together)
@@ -385,7 +390,7 @@ class ScaledBackward(ContextOfLoss):
             for hook in (self._hook, self._hook_of_loss):
                 if hook is not None:
                     hook.remove()
-            self._discard(entered)
+            self._discard([one for one in outside if one.window.is_in_body])
             raise
 
     @disable_dynamo
@@ -431,10 +436,9 @@ class ScaledBackward(ContextOfLoss):
             one.window.discard_backward()
 
     def _refuse_unscaled(self) -> None:
-        """If a backward of the unscaled loss left gradients, put earlier ones back and raise AmpStateError."""
+        """Raise AmpStateError if a backward of the unscaled loss left gradients."""
         self._look_at_passed()
         if self._is_mixed:
-            self._discard(self._stepped)
             raise AmpStateError(
                 "backward() was called on the loss that was passed to amp.scale_loss, so its gradients are not scaled, "
                 "and were put back.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
@@ -463,12 +467,12 @@ class ScaledBackward(ContextOfLoss):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for tell in self._backwards.events.leaving.observers:
-            tell(self)
-        if self._hook_of_loss is not None:
-            self._hook_of_loss.remove()
-        self._is_left = True
         try:
+            for tell in self._backwards.events.leaving.observers:
+                tell(self)
+            if self._hook_of_loss is not None:
+                self._hook_of_loss.remove()
+            self._is_left = True
             if kind is not None:
                 self._discard(self._stepped)
                 return
@@ -482,6 +486,9 @@ class ScaledBackward(ContextOfLoss):
                     one.window.leave_open(self._backward)
             else:
                 self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check, self._loss)
+        except BaseException:  # a refusal, an observer's error, an interrupt
+            self._discard(self._stepped)
+            raise
         finally:
             self._backwards.casts.after_backward()
             for tell in self._backwards.events.left.observers:

@@ -432,27 +432,32 @@ class Stepper:
             self._refuse_half_a_capture()
         if planned is None or self._is_wrapped:
             self._refuse_capture()
-        backward_seen, self.backward_seen, self._is_captured = self.backward_seen, False, False
         streams = rows.ledger.slots.streams
         # A wrapper continues after this step with the gradients that it finds, so the host must decide.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)
+        may_be_bad = isinstance(decision, Skip) or bool(decision.flags)
+        if may_be_bad:
+            self._has_left = True  # the model's own gradients stay, which may not be finite
+        else:
+            self.pending.conclude()  # before the step, as reports look at weights
         try:
-            if isinstance(decision, Skip) or decision.flags:
-                self._has_left = True  # the model's own gradients stay, which may not be finite
             if isinstance(decision, Skip):
                 self._skip()
-                return
-            if not backward_seen:
-                gradient_warnings.warn_of_unseen_gradients(optimizer, rows)
-            if fused is not None and planned is not None:
-                self._step_fused(fused, planned, decision.flags, casts)
             else:
-                self._step_unfused(args, kwargs)
-            devices.wait_for_readers(streams)
-            rows.spend_gradients(planned, keeps_masters=self._is_wrapped)
-            self._left_gradients = self._is_wrapped
+                if not self.backward_seen:
+                    gradient_warnings.warn_of_unseen_gradients(optimizer, rows)
+                if fused is not None and planned is not None:
+                    self._step_fused(fused, planned, decision.flags, casts)
+                else:
+                    self._step_unfused(args, kwargs)
+                devices.wait_for_readers(streams)
+                rows.spend_gradients(planned, keeps_masters=self._is_wrapped)
+                self._left_gradients = self._is_wrapped
         finally:
             rows.ledger.slots.check = None
+        self.backward_seen = self._is_captured = False
+        if may_be_bad:
+            self.pending.conclude()  # when no gradient is left, as a report may raise
 
     def _refuse_capture(self) -> None:
         """Raise AmpStateError in the capture of a CUDA graph: the host decides here, and a replay skips the host."""
@@ -527,14 +532,21 @@ class Stepper:
     # The end.
 
     def release(self) -> None:
-        """Put the model's parameters back into the optimizer's groups. Call after its hooks were removed."""
+        """Put the model's parameters back into the optimizer's groups. Call after its hooks were removed.
+
+        Does so too if it raises, since ranks cannot agree on an overflow or the user interrupts that.
+        """
         if not self.window.is_closed:
             self.window.discard()
-        self.pending.hear(wait=True)
-        self._discard_left_gradients()
-        release_fused_step(self.optimizer)
-        if self.pending.overflowed() or (self._has_left and self.pending.skipped):
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    p.grad = None  # not finite, and later steps will not be skipped
-        self.rows.release()
+        may_be_bad = True
+        try:
+            self.pending.hear(wait=True)
+            may_be_bad = self.pending.overflowed() or (self._has_left and self.pending.skipped)
+        finally:
+            self._discard_left_gradients()
+            release_fused_step(self.optimizer)
+            if may_be_bad:
+                for group in self.optimizer.param_groups:
+                    for p in group["params"]:
+                        p.grad = None  # not finite, and later steps will not be skipped
+            self.rows.release()

@@ -43,12 +43,15 @@ def backward(overflowed: bool, is_known: bool = True, skips: bool = True, is_cap
 
 def flags_left_to_the_device(pending: Pending) -> list[float]:
     decision = pending.decide(on_device=True)
+    pending.conclude()
     assert isinstance(decision, Take)
     return [float(flag) for flag in decision.flags]
 
 
 def is_skipped(pending: Pending) -> bool:
-    return isinstance(pending.decide(on_device=False), Skip)
+    decision = pending.decide(on_device=False)
+    pending.conclude()
+    return isinstance(decision, Skip)
 
 
 @pytest.fixture
@@ -160,6 +163,7 @@ def test_a_step_that_somebody_else_skipped_counts_and_ends_what_was_pending(
 def test_what_the_host_knows_is_not_left_to_the_device(pending: Pending, told: dict[str, list[Any]]) -> None:
     pending.add(backward(True))
     assert isinstance(pending.decide(on_device=True), Skip)
+    pending.conclude()
     pending.add(backward(False))
     assert flags_left_to_the_device(pending) == []
     assert told["skips"] == [(1, 1)]

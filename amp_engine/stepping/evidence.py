@@ -62,7 +62,7 @@ class Evidence:
         backward.order = self._orders.get(backward.loss_id, backward.order)
         is_here = type(loss) is Tensor and loss.is_cpu and loss.numel() == 1  # saves a call
         if not is_here:
-            backward.loss = loss.detach()
+            backward.loss = loss.detach() if is_number(loss) else loss.detach().clone()  # the user may write it
         if is_here or self._may_read(loss):
             backward.value = value = loss.item()
             if not math.isfinite(value):

@@ -103,6 +103,11 @@ def test_what_a_scaler_saves_is_loaded_by_torch_and_by_ours() -> None:
     scaler.load_state_dict(saved)
     assert scaler.state_dict() == saved
     assert saved["overflows_left"] == 1
+    amp.load_state_dict(amp.convert_state_dict(theirs.state_dict(), "amp"))
+    assert scaler.state_dict() != saved
+    amp.load_state_dict(saved)
+    assert scaler.state_dict() == saved
+    assert amp.convert_state_dict(saved, "amp") == amp.state_dict()
 
 
 def test_a_scaler_loads_what_torch_saved() -> None:
@@ -124,6 +129,19 @@ def test_update_ends_a_scaled_loss_whose_backward_raised() -> None:
         amp.close()
     scaler.update()
     amp.close()
+
+
+def test_a_loss_that_was_refused_leaves_a_scaler_as_it_was() -> None:
+    body, head, optimizers = models("O2", num_losses=2)
+    one, other = amp.GradScaler(loss_id=0), amp.GradScaler(loss_id=1)
+    loss = one.scale(head(body(batch(0))).square().mean())
+    with pytest.raises(AmpStateError, match="inside of its own body"):
+        other.scale(head(body(batch(0))).square().mean())
+    other.update()
+    loss.backward()
+    for optimizer in optimizers:
+        one.step(optimizer)
+    one.update()
 
 
 def test_each_loss_has_a_scaler() -> None:

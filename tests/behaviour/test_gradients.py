@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_engine import amp, kernels
 from amp_engine.errors import AmpGradientWarning, AmpStateError
+from amp_engine.ground.distributed import local_gradient
 from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -1792,3 +1794,32 @@ def test_a_backward_after_an_exit_that_left_gradients_scaled_is_unscaled_with_th
     scaled_loss.backward()
     optimizer.step()
     assert all(param.isfinite().all() and param.abs().max() < 3 for param in model.parameters())
+
+
+def two_tensors(model: nn.Module) -> nn.Module:
+    """Make the weight a wrapper subclass that is no DTensor."""
+    weight = model.weight
+    model.weight = nn.Parameter(TwoTensor(weight.detach().clone(), weight.detach().clone()))
+    return model
+
+
+def test_a_gradient_that_wraps_tensors_cannot_be_checked_and_says_so() -> None:
+    model = two_tensors(nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with (
+        pytest.raises(AmpStateError, match=r"A gradient of shape \(4, 8\) is a TwoTensor, .* Choose opt_level='O4'"),
+        amp.scale_loss(model(torch.randn(3, 8)).sum(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.weight.grad = torch.zeros(4, 8)
+    assert local_gradient(model.weight) is model.weight.grad, "a plain one can be"
+    optimizer.zero_grad()
+    amp.close()
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    before = model.weight.a.clone()
+    with amp.scale_loss(model(torch.randn(3, 8)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.weight.a, before)

@@ -455,6 +455,19 @@ def test_last_step_tells_what_became_of_it(level: str) -> None:
             assert not clean.skipped  # what was asked before stays
 
 
+def test_last_step_keeps_the_sum_of_losses_that_are_written_later() -> None:
+    with Engine() as engine:
+        model, optimizer = started("O2", engine=engine)
+        losses = NORMED_MLP.loss(model, NORMED_MLP.batch(0)) * torch.tensor([1.0, 2.0])
+        with engine.scale_loss(losses, optimizer) as scaled_losses:
+            scaled_losses.sum().backward()
+        optimizer.step()
+        total = losses.detach()
+        before = float(total.sum())
+        total += 100
+        assert engine.last_step().loss == before
+
+
 @pytest.mark.parametrize("closed_by", ["exit", "step"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_of_backwards_that_were_delayed_the_last_loss_is_told(level: str, closed_by: str) -> None:

@@ -60,6 +60,10 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
     )
 
 
+def half_tensor_parallel(model: nn.Module) -> nn.Module:
+    return tensor_parallel(model.bfloat16())
+
+
 def fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
@@ -157,6 +161,7 @@ def cases() -> dict[tuple[Any, ...], Callable[[], Any]]:
         for level in LEVELS:
             found["first", shard, level] = lambda shard=shard, level=level: first_sharded(shard, level)
         found["first", shard, "O1", 1.0] = lambda shard=shard: first_sharded(shard, "O1", **STATIC)
+    found["first", half_tensor_parallel, "O5"] = lambda: first_sharded(half_tensor_parallel, "O5")
     for shard in (in_bfloat16, in_float16):
         for level in ("O0", "O1", "O4"):
             found["first", shard, level] = lambda shard=shard, level=level: first_sharded(shard, level, **STATIC)
@@ -231,6 +236,11 @@ def test_tensor_parallelism_is_not_called_fsdp2(ranks: Any, level: str) -> None:
     assert text.endswith("choose opt_level='O4' or 'O1'.")
     assert "FSDP" not in text
     assert "MixedPrecision" not in text
+
+
+def test_half_shards_that_would_have_no_master_are_refused(ranks: Any) -> None:
+    text = said(ranks, "first", "half_tensor_parallel", "O5")
+    assert "is a DTensor in torch.bfloat16, for which O5 keeps no FP32 master: call model.float()" in text
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])

@@ -188,6 +188,16 @@ def test_it_runs_at_the_scale_that_overflowed() -> None:
         assert engine.find_overflow(loss, loss_scale=1.0).phase is None
 
 
+def test_a_scale_that_takes_a_finite_loss_beyond_float32_is_named() -> None:
+    with Engine() as engine:
+        model = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        x = torch.randn(16, 8)
+        found = engine.find_overflow(lambda: (model(x) * 1e18).square().sum())
+        assert (found.phase, found.operation) == ("backward", "mul"), str(found)
+
+
 def test_a_weight_is_named_before_anything_else() -> None:
     run = Run("O1", "linear")
     with torch.no_grad():

@@ -111,8 +111,10 @@ class Pending:
         self._settle()
         if on_device and not _are_known(self.backwards):
             return Take([backward.outcome.flag for backward in self.backwards if backward.skips])
-        overflowed = [backward.outcome.overflowed() and backward.skips for backward in self.backwards]
-        return Skip() if any(overflowed) else Take()
+        is_skipped = False
+        for backward in self.backwards:  # waits for all, so that `conclude` can report them
+            is_skipped |= backward.outcome.overflowed() and backward.skips
+        return Skip() if is_skipped else Take()
 
     def conclude(self) -> None:
         """Forget the backwards that decided the step, and report what the host knows of it and of earlier ones.
@@ -124,7 +126,7 @@ class Pending:
         squares, self._squares = self._squares, []
         self._last = backwards, squares[0] if len(squares) == 1 else None
         self._undecided.append([backward for backward in backwards if not backward.outcome.is_captured])
-        self.hear(wait=_are_known(backwards))
+        self.hear(wait=False)
 
     def _settle(self) -> None:
         """Get the findings of other ranks for all kept backwards."""

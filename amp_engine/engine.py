@@ -305,7 +305,8 @@ class Engine:
 
         Raises AmpStateError (also if the loss reaches no optimizer), AmpTypeError or AmpIndexError before the body
         runs. If the body raises, gradients get the values that they had at the entry; only gradients that
-        `delay_unscale` had left scaled are discarded, if the body ran a backward into them. No host sync.
+        `delay_unscale` had left scaled are discarded, if the body ran a backward into them. If the exit raises or is
+        interrupted, no gradient stays that is scaled or unchecked. No host sync.
         """
         del model
         if self.policy is None:
@@ -806,9 +807,11 @@ class Engine:
             self.backwards.refuse_inside("close")
             casting.discard_interrupted()
             self.function_casts.remove()
-            self._initialized.release()
-            self.function_casts.discard_lists()
-            self.policy, self.scalers = None, []
+            try:
+                self._initialized.release()
+            finally:
+                self.function_casts.discard_lists()
+                self.policy, self.scalers = None, []
 
     def _initialized_policy(self, call: str) -> Policy:
         if self.policy is None:

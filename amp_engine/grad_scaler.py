@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 from torch import Tensor
@@ -50,8 +50,11 @@ class GradScaler:
                 "scaler.scale(loss).backward() for each of several losses, or for their sum."
             )
         body = self._engine().scale_loss(outputs, self._reached_by(outputs), self._loss_id, delay_unscale=True)
-        scaled_loss = body.__enter__()
-        self._body = body
+        with ExitStack() as undo:
+            undo.callback(setattr, self, "_body", None)
+            scaled_loss = undo.enter_context(body)
+            self._body = body
+            undo.pop_all()
         return scaled_loss
 
     def unscale_(self, optimizer: Optimizer | LARC) -> None:

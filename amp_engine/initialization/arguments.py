@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import is_in_zero, is_sharded, is_zero, steps_shards, wrappers_around
-from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks
+from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks, is_low_precision
 from amp_engine.initialization.cast_model import cast_targets
 from amp_engine.levels.fsdp import check_shards
 from amp_engine.levels.policy import Policy
@@ -206,6 +206,13 @@ def check_optimizers(
             raise AmpStateError(
                 f"{type(optimizer).__name__} cannot step DTensors, as fully_shard and tensor parallelism make them.  "
                 "Use an optimizer of torch.optim, such as torch.optim.AdamW."
+            )
+        entries = [p for group in optimizer.param_groups for p in group["params"]] if has_masters else []
+        if frozen := [p for p in entries if is_sharded(p) and is_low_precision(p)]:
+            raise AmpStateError(
+                f"{type(optimizer).__name__} has a {type(frozen[0]).__name__} of shape {tuple(frozen[0].shape)} in "
+                f"{frozen[0].dtype}, which gets no FP32 master, and its other parameters would get none beside it.  "
+                "Give the optimizer only what it trains: [p for p in model.parameters() if p.requires_grad]."
             )
         if is_zero(optimizer) or (((is_scaled and not agree) or has_masters) and is_in_zero(optimizer)):
             raise AmpStateError(

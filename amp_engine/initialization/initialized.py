@@ -239,7 +239,7 @@ class Initialized:
         apex_face.put_on(wrapper, stepped)
 
     def release(self) -> None:
-        """Undo every `add`, all of it even if a part raises.
+        """Undo every `add`, the rest of it too if ranks cannot agree on an overflow or the user interrupts that.
 
         Optimizers come first: their masters go into the models as exact FP32 values.
         """
@@ -321,9 +321,10 @@ class Initialized:
     def _let_go(self, optimizer: Optimizer) -> None:
         stepped = self.backwards.pop(optimizer)
         if stepped is not None:
-            remove_hooks(optimizer)
-            apex_face.take_off(optimizer)
-            stepped.release()
+            with ExitStack() as undo:
+                undo.callback(stepped.release)
+                undo.callback(apex_face.take_off, optimizer)
+                undo.callback(remove_hooks, optimizer)
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:

@@ -101,11 +101,10 @@ def check_shards(model: nn.Module, policy: Policy, is_scaled: bool, gives_float3
 def _check_dtypes(model: nn.Module, policy: Policy) -> None:
     """Raise AmpStateError for a shard that would have to be cast, or to have a master."""
     for name, param in model.named_parameters():
-        if is_sharded(param) and policy.master_weights and param.dtype in LOW_PRECISION:
+        if is_sharded(param) and param.requires_grad and policy.master_weights and param.dtype in LOW_PRECISION:
             raise AmpStateError(
                 f"Parameter {name} of {type(model).__name__} is a {type(param).__name__} in {param.dtype}, for which "
-                f"{policy.opt_level} keeps no FP32 master: call model.float() before it is sharded, and choose "
-                "opt_level='O4' or 'O1'."
+                f"{policy.opt_level} keeps no FP32 master: make it of FP32 weights, and choose opt_level='O4' or 'O1'."
             )
         if is_sharded(param) and param.dtype is not policy.cast_model_type:
             half_first = f"call model.to({policy.cast_model_type}) before fully_shard, or "

@@ -148,8 +148,8 @@ class FusedOptimizer(Optimizer):
         if planned is None:
             reason = fused.obstacle(step)
             raise AmpStateError(
-                f"{type(self).__name__} cannot step: {reason}.  Call optimizer.state.clear() to start anew, or load "
-                "the state again."
+                f"{type(self).__name__} cannot step: {reason}.  If it is the state that does not fit, call "
+                "optimizer.state.clear() to start anew, or load the state again."
             )
         self._step_unscaling(fused, planned)
         for i in gaps:

@@ -240,6 +240,8 @@ class FusedStep:
         copies = step.copies or [None] * len(step.weights)
         rows = zip(step.params, step.weights, step.gradients, copies, groups, strict=True)
         for i, (p, w, g, c, group) in enumerate(rows):
+            if is_sharded(w):
+                return f"parameter {i} is a {type(w).__name__}, which wraps other tensors"
             is_split = c is not None and c.dtype is kernels.REMAINDER
             if (w.dtype not in dtypes and not is_split) or not kernels.is_dense(w) or kernels.is_lazy(w):
                 return f"parameter {i} is of another type, or has gaps in memory"

@@ -181,8 +181,8 @@ def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
 
 def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInput) -> NoReturn:
     """Raise AmpStateError if only the class's own step could run, which handles no remainders or narrow moments."""
-    has_own = "step() has arguments, or torch.amp.GradScaler drives it"
-    reason = has_own if fused is None else fused.obstacle(step)
+    by_caller = "step() has arguments, or torch.amp.GradScaler drives it"
+    reason = by_caller if fused is None else fused.obstacle(step)
     raise AmpStateError(
         f"{type(optimizer).__name__} cannot be stepped by the kernels: {reason}.  Its own step() knows neither split "
         "masters nor bfloat16 moments.  Leave out master_weights='split' and moment_dtype, or what is in the way."

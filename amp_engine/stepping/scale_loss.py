@@ -153,8 +153,8 @@ class ScaledBackwards:
     ) -> None:
         """Unscale and check gradients, then update the scale. No host sync.
 
-        If any of it raises, or is interrupted, no gradient stays that is scaled or unchecked: windows that are still
-        open put back those of their entry, and the others discard theirs.
+        If any of it raises, or is interrupted, no gradient stays that is scaled or unchecked: those of the entry are
+        put back while all windows are open, and later all since the last step are discarded.
 
         If ranks must agree, the scale is updated when it is read, or when the step needs the decision.
 
@@ -222,11 +222,12 @@ class ScaledBackwards:
                 for i, one in enumerate(stepped):
                     one.pending.add(backward, squares[i])
         except BaseException:  # such as out of memory: no gradient may stay scaled, or come unchecked to a step
+            are_open = not any(one.window.is_closed for one in stepped)
             for one in stepped:
-                if one.window.is_closed:
-                    one.forget_backwards()
-                else:
+                if are_open:
                     one.window.discard_backward()
+                else:
+                    one.forget_backwards()
             raise
 
     def _windows_into(self, stepped: Sequence[Stepper]) -> list[Stepper]:
@@ -331,7 +332,8 @@ class ScaledBackward(ContextOfLoss):
     """The context of one `scale_loss`. A generator would cost a loop of tiny steps 1 % more time.
 
     Gives `loss.float() * scale`. The exit unscales and checks gradients and updates the scale; with `delay_unscale` it
-    leaves gradients scaled. If the body raises, gradients are put back as they were at the entry.
+    leaves gradients scaled. If the body raises, gradients are put back as they were at the entry; for an exit that
+    raises see `ScaledBackwards.close_windows`.
 
     The entry raises AmpStateError, with nothing changed, if gradients would have two scales. No host sync.
     """
@@ -457,7 +459,7 @@ class ScaledBackward(ContextOfLoss):
         """Raise AmpStateError in a backward after the exit, unless its gradients will still be unscaled."""
         if self._backward.snapshot.is_identity and not any(one.rows.makes_masters for one in self._stepped):
             return
-        if not self._delay_unscale:
+        if not self._delay_unscale or any(one.window.is_closed for one in self._stepped):
             raise AmpStateError(
                 "backward() was called on the scaled loss after its `with amp.scale_loss(...)` was left, whose exit "
                 "unscales and checks gradients.  Nothing was added to any.  Call scaled_loss.backward() inside of the "
@@ -468,11 +470,11 @@ class ScaledBackward(ContextOfLoss):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            for tell in self._backwards.events.leaving.observers:
-                tell(self)
+            self._is_left = True
             if self._hook_of_loss is not None:
                 self._hook_of_loss.remove()
-            self._is_left = True
+            for tell in self._backwards.events.leaving.observers:
+                tell(self)
             if kind is not None:
                 self._discard(self._stepped)
                 return

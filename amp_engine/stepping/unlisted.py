@@ -168,6 +168,7 @@ class Unlisted:
         others, backward, window = self._leave(self._body)
         if window is None:
             if not tensor_lists.any_gradient(others.rows.columns.plain_handle):
+                self._body = None
                 return
             window = Window(others.rows)
             window.adopt(backward)
@@ -177,9 +178,10 @@ class Unlisted:
         # Look before earlier gradients are put back.
         alive = [one for ref in others.stepped if (one := ref()) is not None] if has_arrived else []
         given = [one for one in alive if tensor_lists.any_gradient(one.rows.columns.plain_handle)]
-        window.close(backward, False)
         for one in given:
             one.is_given_gradients()
+        window.close(backward, False)
+        self._body = None
 
     def discard(self) -> None:
         """Put earlier gradients back after the body raised."""
@@ -190,10 +192,10 @@ class Unlisted:
             tensor_lists.discard_gradients(others.rows.columns.plain_handle)
         else:
             window.discard_backward()
+        self._body = None
 
     def _leave(self, body: _Body) -> _Body:
-        """End the running body, and return it without parameters that another engine has got since the entry."""
-        self._body = None
+        """Return the running body without parameters that another engine has got since the entry."""
         others = body.others
         if body.window is not None or others.changes == self.changes:
             return body

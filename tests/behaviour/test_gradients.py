@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 
-from amp_engine import amp, kernels
+from amp_engine import Engine, amp, kernels
 from amp_engine.errors import AmpGradientWarning, AmpStateError
 from amp_engine.ground.distributed import local_gradient
 from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
@@ -1823,3 +1824,88 @@ def test_a_gradient_that_wraps_tensors_cannot_be_checked_and_says_so() -> None:
         scaled_loss.backward()
     optimizer.step()
     assert not torch.equal(model.weight.a, before)
+
+
+class Wrapped(Tensor):
+    """A wrapper subclass of one tensor, whose gradients are plain."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        self.inner = inner
+        return self
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Wrapped:
+        return Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped, named = tree_map_only(Wrapped, lambda one: one.inner, (args, kwargs or {}))
+        result = func(*unwrapped, **named)
+        if func._schema.is_mutable:
+            return args[0]
+        return Wrapped(result) if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default) else result
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_weight_that_wraps_a_tensor_is_stepped_by_its_plain_gradient(make: Any, level: str) -> None:
+    weights = []
+    for is_wrapped in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        if is_wrapped:
+            model.weight = nn.Parameter(Wrapped(model.weight.detach()))
+        optimizer = make(model.parameters(), lr=0.01)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(2):
+            with amp.scale_loss(model(torch.ones(2, 8)).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            assert type(model.weight.grad) is Tensor
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model.weight.detach()
+        weights.append((weight.inner if isinstance(weight, Wrapped) else weight).clone())
+        amp.close()
+    torch.testing.assert_close(*weights)
+
+
+def test_a_frozen_half_weight_that_wraps_a_tensor_is_left_alone_or_refused() -> None:
+    model = nn.Linear(8, 4)
+    model.register_parameter("quantized", nn.Parameter(Wrapped(torch.ones(4).bfloat16()), requires_grad=False))
+    with pytest.raises(AmpStateError, match=r"a Wrapped of shape \(4,\) in torch.bfloat16, which gets no FP32 master"):
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float32, torch.float32]
+    assert type(model.quantized.data) is Wrapped
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("ends", ["body", "observer", "step"])
+def test_a_backward_after_delayed_gradients_were_discarded_or_stepped_is_refused(ends: str, level: str) -> None:
+    with Engine() as engine:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+        def fails(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        unsubscribe = engine.backwards.events.leaving.subscribe(fails if ends == "observer" else lambda _: None)
+        loss = model(torch.ones(2, 4)).square().mean()
+        with suppress(ZeroDivisionError), engine.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+            if ends == "body":
+                fails()
+        unsubscribe()
+        if ends == "step":
+            optimizer.step()
+        with pytest.raises(AmpStateError, match="after its `with amp.scale_loss"):
+            scaled_loss.backward()

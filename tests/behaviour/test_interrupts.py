@@ -23,8 +23,8 @@ PACKAGE = str(Path(amp_engine.__file__).parent)
 STRIDE = 7  # every 7th line, as all of them take 15 s
 # An error in a finalizer is printed and ignored.
 FINALIZERS = {"__del__", "on_collection"}
-# Nothing can guard the exit of a context against an interrupt; torch's own have the same gap.
-EXITS = ("with ", "self._is_stepping = False")
+# Nothing can guard the exit of a context against an interrupt; torch's own have the same gap. At a `try:` none comes.
+EXITS = ("with ", "try:", "self._is_stepping = False")
 
 
 @contextmanager
@@ -111,6 +111,55 @@ def test_an_interrupt_at_any_line_leaves_no_gradient_behind(part: str, level: st
     assert line > 50
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_leaves_no_scaled_gradient_to_an_optimizer_that_the_loss_does_not_list() -> None:
+    reached = [0]
+    line, lines = 1, STRIDE
+    while line <= lines:
+        torch.manual_seed(0)
+        models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        listed, other = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+        amp.initialize(models, [listed, other], opt_level="O1", verbosity=0)
+        for is_interrupted in (False, True, False):
+            context = amp.scale_loss(models[1](models[0](torch.ones(2, 4))).square().mean(), listed)
+            context.__enter__().backward()
+            reached[0] = 0
+            try:
+                with interrupted(line, reached) if is_interrupted else _nothing():
+                    context.__exit__(None, None, None)
+            except KeyboardInterrupt:
+                lines = line + STRIDE
+                continue
+            for optimizer in (listed, other):
+                optimizer.step()
+                assert not amp.last_step(optimizer).skipped, f"line {line}"
+                optimizer.zero_grad()
+        assert all(p.abs().max() < 1 for p in masters(other)), f"line {line}"
+        amp.close()
+        line += STRIDE
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_scaler_goes_on_after_an_interrupt_of_its_scale() -> None:
+    reached = [0]
+    line, lines = 1, STRIDE
+    while line <= lines:
+        model, optimizer = started("O2")
+        scaler = amp.GradScaler()
+        reached[0] = 0
+        try:
+            with interrupted(line, reached):
+                scaler.scale(model(torch.ones(4, 4)).sum())
+        except KeyboardInterrupt:
+            lines = line + STRIDE
+        scaler.update()
+        scaler.scale(model(torch.ones(4, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        amp.close()
+        line += STRIDE
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_log_handler_that_raises_at_an_overflow_leaves_no_gradient_behind(
     level: str, monkeypatch: pytest.MonkeyPatch
@@ -154,6 +203,7 @@ def test_a_close_that_is_interrupted_gives_everything_back() -> None:
     engine.scalers[0].owe(update)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
+    assert engine.policy is None
     engine.close()
     assert_bitwise([list(model.parameters()) for model in models], expected)
     for model, optimizer in zip(models, optimizers, strict=True):

@@ -240,7 +240,7 @@ def test_tensor_parallelism_is_not_called_fsdp2(ranks: Any, level: str) -> None:
 
 def test_half_shards_that_would_have_no_master_are_refused(ranks: Any) -> None:
     text = said(ranks, "first", "half_tensor_parallel", "O5")
-    assert "is a DTensor in torch.bfloat16, for which O5 keeps no FP32 master: call model.float()" in text
+    assert "is a DTensor in torch.bfloat16, for which O5 keeps no FP32 master: make it of FP32 weights" in text
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])

@@ -208,11 +208,12 @@ def check_optimizers(
                 "Use an optimizer of torch.optim, such as torch.optim.AdamW."
             )
         entries = [p for group in optimizer.param_groups for p in group["params"]] if has_masters else []
-        if frozen := [p for p in entries if is_sharded(p) and is_low_precision(p)]:
+        if frozen := [p for p in entries if not p.requires_grad and is_sharded(p) and is_low_precision(p)]:
             raise AmpStateError(
-                f"{type(optimizer).__name__} has a {type(frozen[0]).__name__} of shape {tuple(frozen[0].shape)} in "
-                f"{frozen[0].dtype}, which gets no FP32 master, and its other parameters would get none beside it.  "
-                "Give the optimizer only what it trains: [p for p in model.parameters() if p.requires_grad]."
+                f"{type(optimizer).__name__} has a frozen {type(frozen[0]).__name__} of shape "
+                f"{tuple(frozen[0].shape)} in {frozen[0].dtype}, which gets no FP32 master, and its other parameters "
+                "would get none beside it.  Give the optimizer only what it trains: [p for p in model.parameters() if "
+                "p.requires_grad]."
             )
         if is_zero(optimizer) or (((is_scaled and not agree) or has_masters) and is_in_zero(optimizer)):
             raise AmpStateError(

@@ -108,6 +108,7 @@ def test_what_a_scaler_saves_is_loaded_by_torch_and_by_ours() -> None:
     amp.load_state_dict(saved)
     assert scaler.state_dict() == saved
     assert amp.convert_state_dict(saved, "amp") == amp.state_dict()
+    assert amp.convert_state_dict(saved, "torch")["growth_interval"] == 500
 
 
 def test_a_scaler_loads_what_torch_saved() -> None:

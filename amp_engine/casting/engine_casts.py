@@ -268,10 +268,10 @@ class EngineCasts:
     def remove(self) -> None:
         """End the casts and restore torch's functions."""
         with patch_torch.changing():
-            casts, self._installed = self._installed, None
             self._casts_model_at, self._said_without = None, False
-            if casts is not None:
-                casts.remove()
+            if self._installed is not None:
+                self._installed.remove()
+                self._installed = None
 
     def enabled(self) -> AbstractContextManager[None]:
         """Return a context in which this thread casts functions, if there are casts. Nests."""

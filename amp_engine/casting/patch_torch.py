@@ -149,10 +149,10 @@ def tell_native() -> None:
 
 def _take_out(casts: Casts) -> None:
     if casts in STACK:
-        is_newest = in_force(casts)
+        if in_force(casts):
+            _applying.is_outdated = True  # before an interrupt can come
         STACK.remove(casts)
-        if is_newest:
-            _applying.apply_newest()
+        _applying.finish()
         casts.cache.clear()
 
 
@@ -160,27 +160,28 @@ class _Applying:
     """Patches torch for the newest casts, and again if a garbage collection ends an engine meanwhile."""
 
     def __init__(self) -> None:
-        self._is_outdated = self._is_within = False
+        self.is_outdated = False  # True if torch is patched for other casts than the newest
+        self._is_within = False
         self._has_cast = False  # True while compiled code may have casts in it
         os.register_at_fork(after_in_child=self._repair)
 
     def apply_newest(self) -> None:
         """Patch torch for the newest casts, under `locks.install`. A nested call leaves that to the outer call."""
-        self._is_outdated = True
-        while self._is_outdated and not self._is_within:
-            self._is_outdated, self._is_within = False, True
+        self.is_outdated = True
+        while self.is_outdated and not self._is_within:
+            self.is_outdated, self._is_within = False, True
             try:
                 _apply_newest(discards=self._has_cast or bool(STACK))
                 self._has_cast = bool(STACK)
             except BaseException:
-                self._is_outdated = True
+                self.is_outdated = True
                 raise
             finally:
                 self._is_within = False
 
     def finish(self) -> None:
         """Do, under `locks.install`, the patching that an exception, such as a KeyboardInterrupt, cut short."""
-        if self._is_outdated:
+        if self.is_outdated:
             self.apply_newest()
 
     def _repair(self) -> None:
@@ -190,7 +191,7 @@ class _Applying:
         """
         if not locks.install.was_held_by_another_thread:
             return
-        self._is_outdated = self._is_within = False
+        self.is_outdated = self._is_within = False
         STACK[:] = [casts for casts in STACK if casts.is_wanted]
         _patches.undo()
         cast_everywhere(not STACK or STACK[-1].everywhere)

@@ -78,8 +78,9 @@ class RefusesGradScaler:
         """Restore the attribute from before `put_on`."""
         found = vars(optimizer).get(cls.name)
         if isinstance(found, cls):
-            del vars(optimizer)[cls.name]
             vars(optimizer).update(found._before)
+            if not found._before:
+                del vars(optimizer)[cls.name]
 
     def __bool__(self) -> bool:
         self._stepped.refuse_foreign_scaler()

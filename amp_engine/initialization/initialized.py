@@ -239,7 +239,7 @@ class Initialized:
         apex_face.put_on(wrapper, stepped)
 
     def release(self) -> None:
-        """Undo every `add`, the rest of it too if ranks cannot agree on an overflow or the user interrupts that.
+        """Undo every `add`, also if ranks cannot agree on an overflow; what an interrupt left, the next call undoes.
 
         Optimizers come first: their masters go into the models as exact FP32 values.
         """
@@ -255,23 +255,24 @@ class Initialized:
         # Parameters with masters are FP32 in between, even if they end as half.
         mastered = {id(p) for one in self.backwards.all if one.rows.writes_parameters for p in one.rows.columns.params}
         with ExitStack() as undo:
-            undo.callback(self._release_models, optimizers)
+            undo.callback(self._release_models)
             for optimizer in reversed(optimizers):
                 undo.callback(self._let_go, optimizer)
         _warn_of_lost_hooks(
             [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
         )
 
-    def _release_models(self, optimizers: Sequence[Optimizer]) -> None:
+    def _release_models(self) -> None:
+        if self.backwards.all:  # after an interrupt masters may be left, whose exact values casts would round
+            return
         remove_unused()
         for cast_model in reversed(self._cast_models):
             cast_model.undo()
         self._cast_models.clear()
         give_back([*self.kept_by_policy])
         self.kept_by_policy.clear()
-        for optimizer in optimizers:
-            if optimizer in self._state_follows_cast:
-                _match_state_to_parameters(optimizer)
+        for optimizer in [*self._state_follows_cast]:
+            _match_state_to_parameters(optimizer)
         self._state_follows_cast.clear()
 
     def stepped_params(self) -> list[nn.Parameter]:
@@ -319,12 +320,17 @@ class Initialized:
                 cast_model.follow_masters()
 
     def _let_go(self, optimizer: Optimizer) -> None:
-        stepped = self.backwards.pop(optimizer)
-        if stepped is not None:
-            with ExitStack() as undo:
-                undo.callback(stepped.release)
-                undo.callback(apex_face.take_off, optimizer)
-                undo.callback(remove_hooks, optimizer)
+        stepped = self.backwards.get(optimizer)
+        if stepped is None:
+            return
+        remove_hooks(optimizer)
+        may_be_bad = True
+        try:
+            may_be_bad = stepped.may_have_overflowed()
+        finally:
+            stepped.release(may_be_bad)
+            apex_face.take_off(optimizer)  # lets go of the Stepper
+            self.backwards.remove(optimizer)
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:

@@ -55,8 +55,8 @@ def release_fused_step(optimizer: Optimizer) -> None:
     if fused is not None:
         fused.widen_moments()
         if type(optimizer) in TORCH_RULES:
-            del _FUSED_STEPS[optimizer]
             fused.release()
+            del _FUSED_STEPS[optimizer]
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from operator import itemgetter
 
 import torch
@@ -75,7 +76,8 @@ def keep_exact(one: Exact) -> None:
 
 def discard_exact(one: Exact) -> None:
     """Unregister `one`: its parameter is float32 again, or is no longer stepped."""
-    _KEEPERS[one.param].remove(weakref.ref(one))
+    with suppress(ValueError):  # an interrupted release is repeated
+        _KEEPERS[one.param].remove(weakref.ref(one))
     _PLACES.clear()
 
 

@@ -53,9 +53,10 @@ def _add(optimizer: Optimizer, hook: StepHook) -> None:
 
 def remove_hooks(optimizer: Optimizer) -> None:
     """Remove all of our hooks for `optimizer`."""
-    ref = _HOOKS.pop(optimizer, None)
+    ref = _HOOKS.get(optimizer)
     if ref is not None and (hook := ref()) is not None:
         hook.remove()
+    _HOOKS.pop(optimizer, None)
     remove_unused()
 
 

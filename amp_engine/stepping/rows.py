@@ -547,10 +547,10 @@ class MasterRows(Rows):
                 master = self.find(p)
                 if master is None:
                     continue
-                group["params"][i] = master.param
                 for state in self._states():
                     if p in state:
-                        state[master.param] = state.pop(p)
+                        state[master.param] = state[p]
+                        del state[p]
                 grad = None
                 with suppress(AmpStateError):  # a held gradient was lost
                     grad = p.grad
@@ -558,6 +558,7 @@ class MasterRows(Rows):
                 master.param.data = p.detach()
                 master.param.grad = grad
                 discard_exact(master)
+                group["params"][i] = master.param  # last: an interrupted call finds the others in the groups
         self._by_weight, self._by_param, self.masters = {}, {}, []
         self._low = self._high = tensor_lists.params([])
         self._scanned = []

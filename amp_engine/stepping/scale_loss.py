@@ -77,10 +77,9 @@ class ScaledBackwards:
     def _check_gathered(self, optimizer: Optimizer, joined: Sequence[nn.Parameter]) -> None:
         self.unlisted.check_gathered(optimizer, joined, self.all)
 
-    def pop(self, optimizer: Optimizer) -> Stepper | None:
-        """Remove an optimizer, and return its Stepper, or None."""
-        ref = self._stepped.pop(optimizer, None)
-        return None if ref is None else ref()
+    def remove(self, optimizer: Optimizer) -> None:
+        """Remove an optimizer."""
+        self._stepped.pop(optimizer, None)
 
     @contextmanager
     def rehearsal(self) -> Iterator[Events]:

@@ -531,22 +531,25 @@ class Stepper:
 
     # The end.
 
-    def release(self) -> None:
+    def may_have_overflowed(self) -> bool:
+        """True if present gradients may not be finite. Waits for the device; an error if ranks cannot agree."""
+        self.pending.hear(wait=True)
+        return self.pending.overflowed() or (self._has_left and self.pending.skipped)
+
+    def release(self, may_be_bad: bool) -> None:
         """Put the model's parameters back into the optimizer's groups. Call after its hooks were removed.
 
-        Does so too if it raises, since ranks cannot agree on an overflow or the user interrupts that.
+        A call that was interrupted can be repeated.
+
+        Args:
+            may_be_bad: True to discard all gradients, since no later step will be skipped.
         """
         if not self.window.is_closed:
             self.window.discard()
-        may_be_bad = True
-        try:
-            self.pending.hear(wait=True)
-            may_be_bad = self.pending.overflowed() or (self._has_left and self.pending.skipped)
-        finally:
-            self._discard_left_gradients()
-            release_fused_step(self.optimizer)
-            if may_be_bad:
-                for group in self.optimizer.param_groups:
-                    for p in group["params"]:
-                        p.grad = None  # not finite, and later steps will not be skipped
-            self.rows.release()
+        self._discard_left_gradients()
+        release_fused_step(self.optimizer)
+        if may_be_bad:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+        self.rows.release()

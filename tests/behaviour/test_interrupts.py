@@ -1,4 +1,4 @@
-"""Ctrl-C, or an observer that raises, at any line of an iteration that overflows: later steps see no gradient of it."""
+"""Ctrl-C, or an observer that raises, at any line: later steps see no gradient, and the next `close` undoes all."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import nn
 import amp_engine
 from amp_engine import Engine, amp
 from amp_engine.casting import regions
+from tests.conftest import patched_names
 from tests.support import assert_bitwise, group_params, masters
 
 PACKAGE = str(Path(amp_engine.__file__).parent)
@@ -209,3 +210,28 @@ def test_a_close_that_is_interrupted_gives_everything_back() -> None:
     for model, optimizer in zip(models, optimizers, strict=True):
         assert [*map(id, group_params(optimizer))] == [*map(id, model.parameters())]
         assert all(p.grad is None for p in model.parameters()), "nobody knows if they are finite"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next(level: str) -> None:
+    reached = [0]
+    line, lines = 1, STRIDE
+    while line <= lines:
+        model, optimizer = started(level)
+        iteration(model, optimizer)
+        expected = [p.detach().clone() for p in masters(optimizer)]
+        reached[0] = 0
+        try:
+            with interrupted(line, reached):
+                amp.close()
+        except KeyboardInterrupt:
+            lines = line + STRIDE
+        amp.close()
+        assert_bitwise([*model.parameters()], expected)
+        assert [*map(id, group_params(optimizer))] == [*map(id, model.parameters())], f"line {line}"
+        assert {*map(id, optimizer.state)} == {*map(id, model.parameters())}, f"line {line}"
+        assert not any(name.startswith("_amp") for name in vars(optimizer)), f"line {line}"
+        assert patched_names() == [], f"line {line}"
+        line += STRIDE
+    assert line > 50

@@ -125,7 +125,7 @@ def test_a_parameter_agrees_with_its_master_after_a_step_that_raises() -> None:
 def test_release_in_the_middle_drops_what_overflowed() -> None:
     one = Stepping()
     one.backward(float("inf"))
-    one.stepped.release()
+    one.stepped.release(one.stepped.may_have_overflowed())
     assert one.optimizer.param_groups[0]["params"][0] is one.param
     assert one.param.dtype == torch.float32
     assert one.param.grad is None

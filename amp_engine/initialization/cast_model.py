@@ -300,14 +300,12 @@ def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
     return [(t, torch.float32 if id(t) in kept else dtype) for _, t in _tensors(model)]
 
 
-def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
+def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[RemovableHandle]:
     """Make kept modules accept any type, and the outermost of them return `dtype`."""
-    handles = []
     for module, is_outermost in kept_modules(model):
-        handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
+        yield module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
         if is_outermost:
-            handles.append(module.register_forward_hook(CastKeptOutputs(dtype), prepend=True))
-    return handles
+            yield module.register_forward_hook(CastKeptOutputs(dtype), prepend=True)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

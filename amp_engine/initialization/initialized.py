@@ -125,6 +125,12 @@ class Initialized:
                 )
             for optimizer in optimizers:
                 self._take_in(optimizer, request, exact, adopt_data_writes)
+            # `undo` restores the types from before a model's first initialization.
+            for cast_model in cast_models:
+                for earlier in [m for m in self._cast_models if m.model is cast_model.model]:
+                    cast_model.take_over(earlier)
+                    self._cast_models.remove(earlier)
+            self._cast_models += cast_models
         except BaseException:
             with ExitStack() as undo:  # runs all callbacks, even if one raises
                 undo.callback(put_back)
@@ -133,12 +139,6 @@ class Initialized:
                 for optimizer in optimizers:
                     undo.callback(self._let_go, optimizer)
             raise
-        # `undo` restores the types from before a model's first initialization.
-        for cast_model in cast_models:
-            for earlier in [m for m in self._cast_models if m.model is cast_model.model]:
-                cast_model.take_over(earlier)
-                self._cast_models.remove(earlier)
-        self._cast_models += cast_models
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # another thread removed it
                 self._cast_models.remove(gone)
@@ -194,9 +194,13 @@ class Initialized:
             check: called with the Stepper before its first `scale_loss` or step; raises AmpStateError.
         """
         stepped = Stepper(optimizer, rows, self._scaling, events, ranks, check)
-        StepHook(stepped, self.backwards)  # the optimizer holds it
         self.backwards.add(stepped)
-        apex_face.put_on(optimizer, stepped)
+        try:
+            StepHook(stepped, self.backwards)  # the optimizer holds it
+            apex_face.put_on(optimizer, stepped)
+        except BaseException:
+            self._let_go(optimizer)
+            raise
         return stepped
 
     def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Stepper:
@@ -297,8 +301,10 @@ class Initialized:
             rows = MasterRows(optimizer, exact, adopt_data_writes)
         else:
             rows = Rows(optimizer, request.half_weights[request.optimizers.index(optimizer)])
+        has_masters = rows.makes_masters or rows.splits
         try:
-            has_masters = rows.makes_masters or rows.splits
+            if has_masters:
+                rows.keep()
             if (has_masters or policy.cast_model_type) and not in_shards:
                 self._state_follows_cast.add(optimizer)
                 if not has_masters:

@@ -8,7 +8,7 @@ the hooks when it joins, or else when the module around it is saved or loaded.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -29,24 +29,24 @@ from amp_engine.stepping.rows import make_for_joined
 _FIRST_NAMES: Any = WeakIdKeyDictionary()
 
 
-def hook_model(model: nn.Module) -> list[RemovableHandle]:
+def hook_model(model: nn.Module) -> Iterator[RemovableHandle]:
     """Make `model` and each of its modules save and load float32 weights, also modules that join it.
 
-    Returns handles that remove the hooks, except those on modules that joined.
+    Yields handles that remove the hooks, except those on modules that joined; one by one, for callers that an interrupt
+    makes undo them.
     """
-    handles = [handle for module in model.modules() for handle in _hook(module)]
+    for module in model.modules():
+        yield from _hook(module)
     joining = register_module_module_registration_hook(hook_joining)
+    yield joining
     weakref.finalize(model, joining.remove).atexit = False
-    return [*handles, joining]
 
 
-def _hook(module: nn.Module) -> list[RemovableHandle]:
-    return [
-        module.register_state_dict_pre_hook(hook_children),
-        module.register_state_dict_post_hook(save_float32),
-        module.register_load_state_dict_pre_hook(keep_incoming),
-        module.register_load_state_dict_post_hook(fill_masters),
-    ]
+def _hook(module: nn.Module) -> Iterator[RemovableHandle]:
+    yield module.register_state_dict_pre_hook(hook_children)
+    yield module.register_state_dict_post_hook(save_float32)
+    yield module.register_load_state_dict_pre_hook(keep_incoming)
+    yield module.register_load_state_dict_post_hook(fill_masters)
 
 
 def hook_joining(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -66,7 +66,7 @@ def hook_children(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _hook_if_new(module: nn.Module) -> None:
     if not _is_hooked(module) and not isinstance(module, torch.jit.ScriptModule):
-        _hook(module)
+        list(_hook(module))
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -91,16 +91,15 @@ class StepHook:
         self._is_stepping = False
         optimizer = stepped.optimizer
         self._random: RandomState | None = None  # restored after a ghost's step
-        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
-        self._after_hook = optimizer.register_step_post_hook(self._after_step)
-        _be_first(self._after_hook)
-        self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
-        self._inner_hooks = [
-            inner.register_step_pre_hook(self._before_inner_step)
-            for inner in inner_optimizers(optimizer).values()
-            if takes_hooks(inner)
-        ]
+        self._handles: list[RemovableHandle] = []  # the first is that of the step's pre-hook
         _add(optimizer, self)
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        _be_first(self._handles[-1])
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(self._before_load))
+        for inner in inner_optimizers(optimizer).values():
+            if takes_hooks(inner):
+                self._handles.append(inner.register_step_pre_hook(self._before_inner_step))
 
     def before_hooks(self, optimizer: Optimizer) -> None:
         """Put our pre-hook behind the user's (clipping, logging), and gradients where the step will read them."""
@@ -108,9 +107,9 @@ class StepHook:
         if self._is_stepping or (len(own) == 1 and everyones is not None and len(everyones) == 1):
             return  # the user has no hooks
         self._prepare()
-        if next(reversed(own)) != self._step_hook.id:
-            self._step_hook.remove()
-            self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        if next(reversed(own)) != self._handles[0].id:
+            self._handles[0].remove()
+            self._handles[0] = optimizer.register_step_pre_hook(self._before_step)
 
     def _prepare(self) -> None:
         """Unscale gradients that are still scaled. Raises AmpStateError in the body of a `scale_loss` of theirs."""
@@ -127,7 +126,7 @@ class StepHook:
 
     def remove(self) -> None:
         """Remove these hooks from the optimizer. Only `remove_hooks` calls it."""
-        for handle in (self._step_hook, self._after_hook, self._load_hook, *self._inner_hooks):
+        for handle in self._handles:
             handle.remove()
 
     def _before_inner_step(self, inner: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -291,7 +291,8 @@ def take_state(master: Master, states: Iterable[dict[Any, Any]]) -> None:
     """Move the optimizer state of the parameter to its master, in each of `states`."""
     for state in states:
         if master.param in state:
-            state[master.weight] = _widened(state.pop(master.param))
+            state[master.weight] = _widened(state[master.param])
+            del state[master.param]
 
 
 def _widened(state: Any) -> Any:

@@ -112,10 +112,10 @@ class Rows:
         self._low = self._high = tensor_lists.params([])
         self.ledger = Ledger([], [])
         self._is_fresh = True  # until `refresh` is called for the first time
-        self._exact: Mapping[int, Tensor] = {}  # until `_keep`: id of a parameter -> its value before the cast
+        self._exact: Mapping[int, Tensor] = {}  # until `keep`: id of a parameter -> its value before the cast
 
-    def _keep(self) -> None:
-        """Take over the values of `_exact`. From now on forwards, broadcasts and checkpoints reach these rows."""
+    def keep(self) -> None:
+        """Keep FP32 values, until `release`. From now on forwards, broadcasts and checkpoints reach these rows."""
         self.scan()
         self._exact = {}
         _KEEPING.add(self)
@@ -414,7 +414,6 @@ class MasterRows(Rows):
         self._by_param: dict[int, Master] = {}  # by id of the parameter
         self._adopt_data_writes = adopt_data_writes
         self._exact = exact or {}
-        self._keep()
 
     def doubt(self, numel: int) -> None:
         """Have masters take their parameters, if a broadcast of `numel` elements may have carried the largest one."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_engine import kernels
 from amp_engine.errors import AmpStateError
@@ -88,11 +89,14 @@ class SplitRows(Rows):
         self._seen: tuple[nn.Parameter, ...] = ()  # the weights as of the last scan
         self._is_doubted = False
         self._incoming: dict[str, Any] = {}
-        self._keep()
-        self._hooks = [
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-        ]
+        self._hooks: list[RemovableHandle] = []
+
+    def keep(self) -> None:
+        """Keep remainders, until `release`."""
+        super().keep()
+        optimizer = self._live_optimizer()
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_load))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load))
 
     @property
     def remainders(self) -> list[Tensor]:

@@ -22,6 +22,8 @@ class Room:
         self.params = params
         self.optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=1.0)
         self.rows = MasterRows(self.optimizer) if makes_masters else Rows(self.optimizer)
+        if makes_masters:
+            self.rows.keep()
         self.window = Window(self.rows)
         self.scaler = LossScaler(8.0)
 

@@ -28,6 +28,7 @@ class Stepping:
         events = Events()
         events.skipped.subscribe(lambda skips, backwards: self.skips.append(skips))
         rows = MasterRows(self.optimizer)
+        rows.keep()
         self.stepped = Stepper(self.optimizer, rows, Scaling([self.scaler], True), events)
 
     def backward(self, grad: float) -> None:

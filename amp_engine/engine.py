@@ -304,7 +304,7 @@ class Engine:
             delay_overflow_check: do not adjust the scale; an overflow counts at the next check of this scaler.
 
         Raises AmpStateError (also if the loss reaches no optimizer), AmpTypeError or AmpIndexError before the body
-        runs. If the body raises, gradients get the values that they had at the entry; only gradients that
+        runs. If the body raises, `optimizers` get the gradients that they had at the entry; only those that
         `delay_unscale` had left scaled are discarded, if the body ran a backward into them. If the exit raises or is
         interrupted, no gradient stays that is scaled or unchecked. No host sync.
         """

@@ -20,7 +20,7 @@ def _warn(text: str) -> None:
 
 
 class WrittenGradients:
-    """Warns, in the first steps, of the model's own gradients that were written since the last backward.
+    """Warns, in the first steps, of the model's own gradients that were written or discarded since the last backward.
 
     A script that clips them does so from its first step.
     """
@@ -35,20 +35,33 @@ class WrittenGradients:
             self._marks = rows.gradient_marks()
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """Before the step: warn if the gradients were written since `note`, as by torch's clip_grad_norm_."""
-        if self._looks == 0:
+        """Before the step: warn if the gradients were written or discarded since `note`."""
+        before = self._marks
+        if before is None or self.warn_of_discarded(optimizer, rows):
             return
         self._looks -= 1
+        if rows.gradients_written_since(before):
+            self._looks = 0
+            _warn(
+                "Gradients of the model were written (clipped, edited, or reached by another backward) between "
+                f"amp.scale_loss and {type(optimizer).__name__}.step(), which steps those of its FP32 masters: it has "
+                "no effect.  To clip call amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
+                "of what amp.master_params(optimizer) gives.  This is said once."
+            )
+
+    def warn_of_discarded(self, optimizer: Optimizer, rows: Rows) -> bool:
+        """Before a backward or the step: warn if gradients were discarded since `note`, and not their masters'."""
         before, self._marks = self._marks, None
-        if before is None or not rows.gradients_written_since(before):
-            return
+        if before is None or not rows.gradients_discarded_since(before):
+            return False
         self._looks = 0
         _warn(
-            "Gradients of the model were written (clipped, edited, or reached by another backward) between "
-            f"amp.scale_loss and {type(optimizer).__name__}.step(), which steps those of its FP32 masters: it has "
-            "no effect.  To clip call amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
-            "of what amp.master_params(optimizer) gives.  This is said once."
+            "Gradients of the model were set to None, as model.zero_grad() does, after amp.scale_loss.  Those of the "
+            f"FP32 masters that {type(optimizer).__name__}.step() steps are still there: it steps them, or the sum of "
+            "them and the next.  Call optimizer.zero_grad(); to leave some parameters out, set `.grad` of what "
+            "amp.master_params(optimizer) gives to None.  This is said once."
         )
+        return True
 
 
 def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:

@@ -315,6 +315,14 @@ class Rows:
         # Gradients of a parameter that has several masters come and go with the windows of each.
         return is_written and all(len(list(masters_of(master.param))) == 1 for master in self.masters)
 
+    def gradients_discarded_since(self, before: tensor_lists.GradientMarks) -> bool:
+        """True if a gradient was discarded since `gradient_marks()` and its master still has one that is not 0."""
+        if before.params is not self._low or not before.have_moved():
+            return False
+        moved = [self.masters[place] for place, was_there in before.moved() if was_there]
+        gone = [m for m in moved if m.param.grad is None and len(list(masters_of(m.param))) == 1]
+        return any(m.is_held() or (m.gradient() is not None and not is_zero(m.gradient())) for m in gone)
+
     def totals(self) -> dict[int, Tensor]:
         """Return the float32 gradients of masters, by row, in memory that the kernels can add to."""
         if not tensor_lists.any_gradient(self._high):

@@ -331,8 +331,8 @@ class ScaledBackward(ContextOfLoss):
     """The context of one `scale_loss`. A generator would cost a loop of tiny steps 1 % more time.
 
     Gives `loss.float() * scale`. The exit unscales and checks gradients and updates the scale; with `delay_unscale` it
-    leaves gradients scaled. If the body raises, gradients are put back as they were at the entry; for an exit that
-    raises see `ScaledBackwards.close_windows`.
+    leaves gradients scaled. If the body raises, its optimizers' gradients are put back as at the entry; for an exit
+    that raises see `ScaledBackwards.close_windows`.
 
     The entry raises AmpStateError, with nothing changed, if gradients would have two scales. No host sync.
     """
@@ -376,7 +376,6 @@ class ScaledBackward(ContextOfLoss):
             scaled_loss = loss.float() * moved(backward.snapshot.scale, loss.device)
             for one in self._stepped:
                 one.enter_backward(backward, scaled_loss.requires_grad)
-            self._backwards.unlisted.enter(backward, self._backwards.all)
             together = self._stepped[0].pending.accumulations if self._stepped else {}
             self._backwards.evidence.enter(backward, loss, together)
             # Autograd calls these before it accumulates anything.
@@ -402,6 +401,9 @@ class ScaledBackward(ContextOfLoss):
         self._look_at_passed()
         self._has_begun = self._is_on_its_way = True
         self._begin_windows()
+        unlisted = self._backwards.unlisted
+        if unlisted.enter(self._backward, self._backwards.all):
+            after_backward(lambda: after_backward(unlisted.exit))
 
     @disable_dynamo
     def _pass_by(self, grad: Tensor) -> None:
@@ -422,14 +424,13 @@ class ScaledBackward(ContextOfLoss):
             self._passed = None
 
     def _begin_windows(self) -> None:
-        windows = [one.window for one in self._stepped] + self._backwards.unlisted.windows
-        have_earlier = [window.begin() for window in windows]
+        have_earlier = [one.window.begin() for one in self._stepped]
         if any(have_earlier):
             after_backward(lambda: after_backward(self._end_windows))  # after the callbacks in which reducers write
 
     def _end_windows(self) -> None:
-        for window in [one.window for one in self._stepped] + self._backwards.unlisted.windows:
-            window.end()
+        for one in self._stepped:
+            one.window.end()
 
     def _discard(self, stepped: Sequence[Stepper]) -> None:
         self._backwards.unlisted.discard()

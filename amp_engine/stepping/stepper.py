@@ -263,6 +263,7 @@ class Stepper:
 
     def _begin(self) -> None:
         self.pending.hear(wait=False)
+        self._written_gradients.warn_of_discarded(self.optimizer, self.rows)
         self._discard_left_gradients()
         self.rows.ledger.slots.check = None
         if not self.rows.written_outside and self.rows.written():

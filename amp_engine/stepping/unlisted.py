@@ -1,9 +1,10 @@
 """Gradients that a scaled backward leaves in parameters that no optimizer of its loss steps.
 
-The exit unscales them like those of the loss's own optimizers: such a parameter may join an optimizer with its
-gathered gradient (`add_param_group`), or another optimizer may step it next. It looks like a parameter that is never
-stepped, and once a backward at a second scale has added to a gradient, no factor can unscale it. Parameters that would
-get a master keep scaled gradients, like all low-precision parameters of the model.
+They are unscaled when that backward ends: such a parameter may join an optimizer with its gathered gradient
+(`add_param_group`), or another optimizer may step it next. It looks like a parameter that is never stepped, and once a
+backward at a second scale has added to a gradient, no factor can unscale it. A backward of another loss, which is not
+scaled, may follow before the exit. Parameters that would get a master keep scaled gradients, like all low-precision
+parameters of the model.
 """
 
 from __future__ import annotations
@@ -46,21 +47,18 @@ class _Others:
         low: the parameters that would get a master.
         rows: the rows of all others.
         stepped: weak references to the Steppers of other optimizers, which may step some of them.
-        changes: the count of `Unlisted.changes` when they were found.
     """
 
-    def __init__(
-        self, low: list[nn.Parameter], plain: list[nn.Parameter], stepped: list[weakref.ref[Stepper]], changes: int
-    ) -> None:
-        self.stepped, self.changes = stepped, changes
+    def __init__(self, low: list[nn.Parameter], plain: list[nn.Parameter], stepped: list[weakref.ref[Stepper]]) -> None:
+        self.stepped = stepped
         self.low, self.low_handle = low, tensor_lists.params(low)
         nobody = _Nobody(plain)
         self.rows = Rows(nobody)  # type: ignore[arg-type]
         self.rows.scan()
 
 
-class _Body(NamedTuple):
-    """The body of a `scale_loss`: its unlisted parameters, its backward, and the window of their earlier gradients."""
+class _Running(NamedTuple):
+    """A backward that runs: its unlisted parameters, its scale, and the window of their earlier gradients."""
 
     others: _Others
     backward: Backward
@@ -89,7 +87,7 @@ class Unlisted:
         self._late: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
-        self._body: _Body | None = None  # None while no body runs
+        self._running: _Running | None = None  # None while no scaled backward runs
 
     def join(self) -> None:
         """Let other engines see the models and optimizers of this one, until `end`."""
@@ -122,20 +120,22 @@ class Unlisted:
         self._found.clear()
         self._alive.clear()
 
-    def enter(self, backward: Backward, everyone: list[Stepper]) -> None:
-        """At the entry of a body, after its windows were opened: set unlisted gradients aside, if there are any."""
+    def enter(self, backward: Backward, everyone: list[Stepper]) -> bool:
+        """At the start of a scaled backward, set unlisted gradients aside. True if `exit` must be called at its end."""
+        self.exit()  # of a backward that raised, or that was compiled
         if not backward.snapshot.is_identity:
             self._has_scaled = True
         others = self._of(everyone)
         if others is None:
-            return
+            return False
         if others.low:
             self._rescale(others, backward.snapshot)
         window = Window(others.rows) if tensor_lists.any_gradient(others.rows.columns.plain_handle) else None
         own = Backward(backward.scaler, backward.loss_id, backward.snapshot)
-        self._body = _Body(others, own, window)
+        self._running = _Running(others, own, window)
         if window is not None:
-            window.open(own, waits=True)
+            window.open(own)
+        return True
 
     def check_gathered(self, optimizer: Optimizer, joined: Iterable[nn.Parameter], everyone: list[Stepper]) -> None:
         """Raise AmpStateError for a parameter that joined with a gradient which no exit can have unscaled.
@@ -156,19 +156,14 @@ class Unlisted:
                     "all modules that are trained to amp.initialize([model, head], ...)."
                 )
 
-    @property
-    def windows(self) -> list[Window]:
-        """The window of the running body in a list; an empty list without one."""
-        return [] if self._body is None or self._body.window is None else [self._body.window]
-
     def exit(self) -> None:
-        """At the exit of a body: unscale gradients that arrived, and have other optimizers check them."""
-        if self._body is None:
+        """At the end of a scaled backward: unscale gradients that arrived, and have other optimizers check them."""
+        if self._running is None:
             return
-        others, backward, window = self._leave(self._body)
+        others, backward, window = self._running
         if window is None:
             if not tensor_lists.any_gradient(others.rows.columns.plain_handle):
-                self._body = None
+                self._running = None
                 return
             window = Window(others.rows)
             window.adopt(backward)
@@ -181,27 +176,18 @@ class Unlisted:
         for one in given:
             one.is_given_gradients()
         window.close(backward, False)
-        self._body = None
+        self._running = None
 
     def discard(self) -> None:
-        """Put earlier gradients back after the body raised."""
-        if self._body is None:
+        """Put earlier gradients back after a scaled backward raised."""
+        if self._running is None:
             return
-        others, _, window = self._leave(self._body)
+        others, _, window = self._running
         if window is None:
             tensor_lists.discard_gradients(others.rows.columns.plain_handle)
         else:
             window.discard_backward()
-        self._body = None
-
-    def _leave(self, body: _Body) -> _Body:
-        """Return the running body without parameters that another engine has got since the entry."""
-        others = body.others
-        if body.window is not None or others.changes == self.changes:
-            return body
-        theirs = self._ids_of_other_engines()
-        plain = [p for p in others.rows.columns.plain if id(p) not in theirs]
-        return body._replace(others=_Others(others.low, plain, others.stepped, self.changes))
+        self._running = None
 
     def _rescale(self, others: _Others, snapshot: ScaleSnapshot) -> None:
         """Rescale gathered low-precision gradients to the scale of gradients that will be added to them."""
@@ -223,7 +209,7 @@ class Unlisted:
         if found is None:
             if len(self._found) > 64:
                 self.forget()
-            self._found[key] = found = self._look(everyone, changes)
+            self._found[key] = found = self._look(everyone)
         return found if found.low or found.rows.columns.plain else None
 
     def _other_engines(self) -> list[Unlisted]:
@@ -239,7 +225,7 @@ class Unlisted:
         stepped = {id(p) for group in self._groups_of_other_engines() for p in [*group["params"]]}
         return stepped | _ids_in(_parts_of(models))
 
-    def _look(self, everyone: list[Stepper], changes: int) -> _Others:
+    def _look(self, everyone: list[Stepper]) -> _Others:
         owners = [one for one in everyone if not one.window.is_closed]  # some are of this body
         own, late = _parts_of(self._models()), _alive_in(self._late)
         self._alive += [weakref.ref(m, self.forget) for m in (*own, *late)]
@@ -260,7 +246,7 @@ class Unlisted:
         ]
         low = [p for p in free if makes_masters and is_low_precision(p)]
         plain = [p for p in free if not (makes_masters and is_low_precision(p))]
-        return _Others(low, plain, [weakref.ref(one) for one in others], changes)
+        return _Others(low, plain, [weakref.ref(one) for one in others])
 
 
 # Engines that have models or optimizers, and engines that notice registrations. Other threads may change these

@@ -693,9 +693,11 @@ def test_what_is_done_to_gradients_as_it_should_be_is_not_warned_of(level: str) 
         optimizer.step()
         model.zero_grad()
         exit_(index)
-        model.zero_grad()
         optimizer.step()
+        model.zero_grad()
+        exit_(index)
         optimizer.zero_grad()
+        model.zero_grad()
 
 
 def kept(alias: Any) -> Callable[[], Any]:

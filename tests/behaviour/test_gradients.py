@@ -143,7 +143,7 @@ def multiply(model: nn.Module) -> None:
             param.grad.mul_(2)
 
 
-@pytest.mark.filterwarnings("ignore:Gradients of the model were written")
+@pytest.mark.filterwarnings("ignore:Gradients of the model were")
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @pytest.mark.parametrize("edit", [clip, zero_in_place, zero_through_data, drop, read, multiply])
 def test_editing_half_model_gradients_after_the_exit_changes_nothing(edit: Any, level: str) -> None:
@@ -166,13 +166,24 @@ def test_zeroing_half_model_gradients_between_two_backwards_loses_none(level: st
     model, optimizer = started(level, task=MLP)
     backward(MLP.loss(model, MLP.batch(0)), optimizer)
     model.zero_grad()
-    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    with pytest.warns(AmpGradientWarning, match="set to None.*or the sum of them and the next"):
+        backward(MLP.loss(model, MLP.batch(1)), optimizer)
     both = gradients(optimizer)
     amp.close()
     model, optimizer = started(level, task=MLP)
     for index in range(2):
         backward(MLP.loss(model, MLP.batch(index)), optimizer)
     assert_bitwise(both, gradients(optimizer))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_gradient_of_the_model_that_is_set_to_none_is_warned_of_once(level: str) -> None:
+    model, optimizer = started(level, task=MLP)
+    for index in range(3):
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+        model[2].weight.grad = None
+        with pytest.warns(AmpGradientWarning, match="set to None") if index == 0 else nullcontext():
+            optimizer.step()
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
@@ -1588,15 +1599,46 @@ def test_an_overflow_in_what_a_parameter_gathers_skips_the_step(level: str, when
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_that_no_optimizer_steps_are_put_back_if_the_body_raises(level: str) -> None:
+def test_gradients_that_no_optimizer_steps_are_put_back_if_the_backward_raises(level: str) -> None:
     model = MLP.model()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
     backward(MLP.loss(model, MLP.batch()), optimizer)
     before = model[2].weight.grad.clone()
+
+    def put_hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: 1 / 0)
+
+    model[0].register_forward_hook(put_hook)
     with pytest.raises(ZeroDivisionError), amp.scale_loss(MLP.loss(model, MLP.batch(1)), optimizer) as scaled_loss:
         print(scaled_loss.backward() if level not in MASTER_LEVELS else None, 1 / 0)
     assert_bitwise(model[2].weight.grad, before)
+
+
+@pytest.mark.parametrize("is_listed", [True, False], ids=["initialized", "made later"])
+@pytest.mark.parametrize("order", ["before", "after", "without"])
+def test_another_loss_in_the_body_leaves_unscaled_gradients_alone(order: str, is_listed: bool) -> None:
+    def gradients(scale: float | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, probe = nn.Linear(4, 4), nn.Linear(4, 1)
+        optimizer, probes = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, probe))
+        if is_listed:
+            amp.initialize([model, probe], [optimizer, probes], opt_level="O1", verbosity=0, loss_scale=scale)
+        else:
+            amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=scale)
+            probe.bias = nn.Parameter(probe.bias.detach())
+        x = torch.ones(2, 4)
+        for _ in range(2):  # the second adds to gradients
+            loss = model(x).square().mean() + (0.0 if order == "without" else probe(x).sum())
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                for which in {"before": (1, 0), "after": (0, 1), "without": (0, 1, 0)}[order]:
+                    one = scaled_loss if which == 0 else probe(x.square() / 2).exp().sum()
+                    one.backward(retain_graph=True)
+        found = [p.grad.clone() for p in probe.parameters()]
+        amp.close()
+        return found
+
+    assert_bitwise(gradients(64.0), gradients(1.0))
 
 
 def test_two_bodies_inside_of_each_other_unscale_each_gradient_once() -> None:

@@ -65,12 +65,13 @@ class WrittenGradients:
 
 
 def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
-    """Warn of a backward outside of `scale_loss`, whose gradients never reach the masters."""
+    """Warn of gradients of no `scale_loss` that listed `optimizer`, which never reach the masters."""
     if any(m.param.grad is not None and not m.is_held() and m.gradient() is None for m in rows.masters):
         _warn(
-            f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
-            "which never reach the FP32 masters that it steps.  Use `with amp.scale_loss(loss, optimizer) as "
-            "scaled_loss: scaled_loss.backward()`, at a scale of 1 too."
+            f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, or inside "
+            "of one that did not list this optimizer: they never reach the FP32 masters that it steps.  Use `with "
+            "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, at a scale of 1 too; where a "
+            "loss reaches parameters of several optimizers, list them all: amp.scale_loss(loss, [optimizer, other])."
         )
 
 

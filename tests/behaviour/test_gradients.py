@@ -1670,6 +1670,17 @@ def test_a_body_inside_of_another_after_its_backward_goes_on_with_what_was_there
 # --- what is refused, or said -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_an_optimizer_that_scale_loss_did_not_list_is_told_to_be_listed(level: str) -> None:
+    body, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (body, head)]
+    amp.initialize([body, head], optimizers, opt_level=level, verbosity=0)
+    backward(head(body(torch.ones(2, 4))).sum(), optimizers[0])
+    optimizers[0].step()
+    with pytest.warns(AmpGradientWarning, match=r"amp\.scale_loss\(loss, \[optimizer, other\]\)"):
+        optimizers[1].step()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("inside", ["the body", "the backward"])
 def test_a_step_inside_of_the_body_is_refused_before_anything_is_stepped(inside: str, level: str) -> None:

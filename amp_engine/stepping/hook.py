@@ -117,8 +117,9 @@ class StepHook:
             raise AmpStateError(
                 f"{type(self._stepped.optimizer).__name__}.step() was called inside of the "
                 "`with amp.scale_loss(...)` of its loss, whose exit unscales the gradients that it steps.  Nothing was "
-                "stepped.  Leave the `with` first, then call step(); a hook of register_post_accumulate_grad_hook runs "
-                "in the backward, and cannot step here."
+                "stepped.  Leave the `with` first, then call step(); where the loss comes from scale() of an "
+                "amp.GradScaler, call scaler.step(optimizer) in place of optimizer.step().  A hook of "
+                "register_post_accumulate_grad_hook runs in the backward, and cannot step here."
             )
         self._stepped.check_first_use()
         self._backwards.close_windows_into(self._stepped)

@@ -90,6 +90,17 @@ def test_step_unscales_by_itself() -> None:
     torch.testing.assert_close(bias.grad, torch.tensor([3.0]))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_step_that_is_not_the_scalers_is_told_what_to_call(level: str) -> None:
+    body, head, optimizers = models(level)
+    scaler = amp.GradScaler()
+    scaler.scale(head(body(batch(0))).float().sum()).backward()
+    with pytest.raises(AmpStateError, match=r"amp\.GradScaler, call scaler\.step\(optimizer\)"):
+        optimizers[0].step()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+
+
 def test_what_a_scaler_saves_is_loaded_by_torch_and_by_ours() -> None:
     body, head, optimizers = models("O1", loss_scale=amp.DynamicLossScale(growth_interval=500, hysteresis=2))
     scaler = amp.GradScaler()

@@ -794,8 +794,11 @@ class Engine:
         return self._initialized.look_after_alone(optimizer, on_skip)
 
     def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
-        """True if the last `optimizer.step()` was skipped. Waits for the device if the device made the decision."""
-        return self._initialized.stepped_by(optimizer).pending.skipped
+        """True if the last `optimizer.step()` was skipped. Waits for the device if the device made the decision.
+
+        False if not enabled.
+        """
+        return False if self._is_disabled else self._initialized.stepped_by(optimizer).pending.skipped
 
     def close(self) -> None:
         """Undo everything; the engine can be used again.

@@ -281,6 +281,14 @@ def test_the_engine_tells_whether_a_step_was_skipped() -> None:
     assert told == [False, True, False]
 
 
+def test_without_amp_no_step_is_told_to_be_skipped() -> None:
+    model, optimizer = start("O2", enabled=False)
+    train(MLP, model, optimizer, "c")
+    engine = amp.current_engine()
+    assert engine is not None
+    assert not engine.step_was_skipped(optimizer)
+
+
 # --- the snapshot of the next backward -----------------------------------------------------------
 
 

@@ -100,7 +100,10 @@ class Policy:
                 f"cast_model_type was {self.cast_model_type}"
             )
         if self.patch_torch_functions and not casts_functions:
-            yield ("Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'.")
+            yield (
+                "Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'.  For casts to "
+                "bfloat16 select opt_level='O4'."
+            )
         if casts_functions and self.keep_batchnorm_fp32 is not None:
             yield (
                 f"With opt_level {level}, batchnorm functions are automatically patched to run in FP32, so "

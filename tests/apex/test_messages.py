@@ -83,6 +83,12 @@ def test_hard_override_prints_the_error_as_a_warning(
     assert f"Warning:  {text}" in capsys.readouterr().out
 
 
+def test_function_casts_at_another_level_are_told_both_levels_that_have_them() -> None:
+    model, optimizer = pair()
+    with pytest.raises(RuntimeError, match="opt_level='O1'.*opt_level='O4'"):
+        amp.initialize(model, optimizer, opt_level="O5", patch_torch_functions=True, verbosity=0)
+
+
 @pytest.mark.parametrize("value", ["true", "yes", "", 1.5, object()], ids=["true", "yes", "empty", "1.5", "object"])
 def test_keep_batchnorm_fp32_is_a_boolean_or_its_name(value: Any) -> None:
     model, optimizer = pair()

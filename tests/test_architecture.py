@@ -226,7 +226,7 @@ EXTRAS = {
     "amp_engine.integrations.accelerate": {"accelerate"},
     "amp_engine.integrations.lightning": {"lightning"},
     "amp_engine.integrations.timm": {"timm"},
-    "amp_engine.integrations.transformers": {"transformers"},
+    "amp_engine.integrations.transformers": {"accelerate", "transformers"},
 }
 
 

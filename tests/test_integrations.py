@@ -23,7 +23,7 @@ def test_a_missing_framework_is_named_with_its_extra(monkeypatch, framework):
         monkeypatch.setitem(sys.modules, name, None)
     for name in FRAMEWORKS:
         monkeypatch.delitem(sys.modules, f"amp_engine.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=r"Type pip install --upgrade 'amp_engine\[\w+\]'"):
+    with pytest.raises(ImportError, match=rf"Type pip install --upgrade 'amp_engine\[{framework}\]'"):
         importlib.import_module(f"amp_engine.integrations.{framework}")
 
 

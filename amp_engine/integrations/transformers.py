@@ -8,11 +8,13 @@ import torch
 
 from amp_engine import amp
 from amp_engine.errors import AmpValueError
-from amp_engine.integrations.accelerate import use
 from amp_engine.integrations.extras import needs
 
 with needs("transformers"):
+    import accelerate  # noqa: F401  # before our module for it, which would name its own extra
     from transformers import Trainer
+
+    from amp_engine.integrations.accelerate import use
 
 _CASTS_BY_ITSELF = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval")
 

@@ -334,7 +334,9 @@ O2 = "m, o = amp.initialize(m, o, opt_level='O2')\n"
         (f"{O2}F.linear(x, m.head.weight)", 6, "write m.head.weight.float()"),
         (f"{O2}y = x @ m.layers[3].weight.t()[:8]", 6, "write m.layers[3].weight.float()"),
         (f"{O2}p = torch.nn.DataParallel(m)\ntorch.matmul(x, p.module.w)", 7, "write p.module.w.float()"),
-        (f"{O2}F.conv2d(input=x, weight=m.a.weight, bias=m.a.bias)", 6, "write m.a."),
+        (f"{O2}F.conv2d(input=x, weight=m.a.w, bias=m.a.b)", 6, "m.a.w and m.a.b are half"),
+        (f"{O2}F.linear(x, m.head.weight, m.head.bias)", 6, "write m.head.weight.float() and m.head.bias.float()"),
+        (f"{O2}F.layer_norm(x, (8,), m.n.weight, m.n.bias)", 6, "write m.n.weight.float() and m.n.bias.float()"),
         ("self.m, o = amp.initialize(m, o, opt_level=level)\nF.linear(x, self.m.w)", 6, "write self.m.w.float()"),
     ],
 )

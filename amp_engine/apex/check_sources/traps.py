@@ -97,13 +97,14 @@ class Traps:
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
                 products.append((node, [node.left, node.right]))
         for product, operands in products:
-            weights = {ast.unparse(tensor) for tensor in map(_viewed, operands) if models.intersection(_owners(tensor))}
+            ours = [ast.unparse(tensor) for tensor in map(_viewed, operands) if models.intersection(_owners(tensor))]
+            weights = list(dict.fromkeys(ours))
             if weights and not any(map(_is_cast, operands)):
-                weight = min(weights)
                 yield (
                     product,
-                    f"at O2, O3 and O5 {weight} is half, and what the model and its parts take and give is not: write "
-                    f"{weight}.float()",
+                    f"at O2, O3 and O5 {' and '.join(weights)} {'is' if len(weights) == 1 else 'are'} half, and what "
+                    "the model and its parts take and give is not: write "
+                    f"{' and '.join(f'{weight}.float()' for weight in weights)}",
                 )
 
     def _binary_cross_entropies(self) -> Iterator[tuple[ast.Call, str]]:

@@ -490,8 +490,9 @@ class Engine:
             use_buffers: average floating buffers too.
 
         Returns:
-            A copy of the model in FP32, without casts, to evaluate, save and load as torch's. It does not refer to the
-            engine, and works before `initialize` and after `close` too.
+            A copy of the model in FP32, to evaluate, save and load as torch's. It does not refer to the engine, and
+            works before `initialize` and after `close` too. The function casts of O1 and O4 reach it unless they are
+            off: `amp.disable_casts()`.
 
         Raises AmpTypeError for an optimizer that was not passed to `initialize`. Allocates 4 bytes per parameter.
         """

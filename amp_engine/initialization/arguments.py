@@ -377,7 +377,8 @@ def emulated_on_cpu(models: Sequence[nn.Module], policy: Policy) -> torch.dtype 
     dtype = policy.low_precision
     if dtype is None or cpu_lacks(dtype) is None:
         return None
-    weights = (parameter for model in models for parameter in model.parameters() if parameter.dim() > 1)
+    parameters = (parameter for model in models for parameter in model.parameters())
+    weights = (parameter for parameter in parameters if not is_lazy(parameter) and parameter.dim() > 1)
     return dtype if any(weight.device.type == "cpu" and weight.is_floating_point() for weight in weights) else None
 
 

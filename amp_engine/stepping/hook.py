@@ -93,6 +93,9 @@ class StepHook:
         self._random: RandomState | None = None  # restored after a ghost's step
         self._handles: list[RemovableHandle] = []  # the first is that of the step's pre-hook
         _add(optimizer, self)
+        self._put_on(optimizer)
+
+    def _put_on(self, optimizer: Optimizer) -> None:
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
         _be_first(self._handles[-1])
@@ -107,7 +110,10 @@ class StepHook:
         if self._is_stepping or (len(own) == 1 and everyones is not None and len(everyones) == 1):
             return  # the user has no hooks
         self._prepare()
-        if next(reversed(own)) != self._handles[0].id:
+        if self._handles[0].id not in own:  # optimizer.__init__() was called again
+            self._handles.clear()
+            self._put_on(optimizer)
+        elif next(reversed(own)) != self._handles[0].id:
             self._handles[0].remove()
             self._handles[0] = optimizer.register_step_pre_hook(self._before_step)
 

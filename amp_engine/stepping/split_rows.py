@@ -7,6 +7,7 @@ which moves no version, the master still rounds to the parameter.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,6 +96,7 @@ class SplitRows(Rows):
         """Keep remainders, until `release`."""
         super().keep()
         optimizer = self._live_optimizer()
+        weakref.finalize(optimizer, _discard_all, weakref.ref(self)).atexit = False
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_load))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load))
 
@@ -184,6 +186,13 @@ class SplitRows(Rows):
                 is_moment = isinstance(value, Tensor) and value.is_floating_point() and name != "step"
                 if is_moment and is_low_precision(param):
                     optimizer.state[param][name] = value.to(param.device, torch.float32, copy=True)
+
+
+def _discard_all(rows: weakref.ref[SplitRows]) -> None:
+    """Unregister the remainders of an optimizer that was freed, whose rows may live until a garbage collection."""
+    for one in () if (live := rows()) is None else live._by_row:
+        if one is not None:
+            discard_exact(one)
 
 
 def _check(param: nn.Parameter) -> None:

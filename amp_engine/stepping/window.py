@@ -386,6 +386,10 @@ class Window:
         if totals:
             self._add_to(totals, grads, devices, backward)
         self._become(State.CLOSED)
+        if (
+            self._rows.ledger.slots.count == 0 and not totals
+        ):  # no gradient came, and a `zero_grad` of the last step's may
+            self._rows.show_spent()
 
     def _look(
         self,
@@ -532,6 +536,7 @@ class Window:
             p.grad = None
         self._restore_earlier(add=False)
         self._become(State.CLOSED)
+        self._rows.show_spent()
 
     def _take_back(self) -> None:
         """Undo what `leave_open` set up, and apply a `zero_grad` since then."""

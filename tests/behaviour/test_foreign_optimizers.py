@@ -1054,3 +1054,24 @@ def test_a_grad_scaler_that_is_off_or_around_scale_loss_steps(level: str) -> Non
         scaler.update()
         assert not torch.equal(masters(optimizer)[0], before[0])
         amp.close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_optimizer_whose_constructor_is_called_again_goes_on(level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0, skip_on_overflow=True)
+    for index in range(3):
+        before = model.weight.detach().clone()
+        with amp.scale_loss(model(torch.ones(2, 4)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(model.weight, before)
+        if index == 0:
+            optimizer.__init__(model.parameters(), lr=0.1)  # type: ignore[misc]
+    with amp.scale_loss(model(torch.ones(2, 4)).square().mean() * torch.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert_bitwise(model.weight.detach(), before)

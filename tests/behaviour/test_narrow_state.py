@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -305,6 +306,18 @@ def test_what_cannot_be_is_refused_and_changes_nothing(case: str) -> None:
     with pytest.raises(error, match=text):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
     assert_bitwise(picture(model, [optimizer]), before)
+
+
+def test_an_optimizer_may_follow_one_that_was_freed() -> None:
+    model = MLP.model()
+    for _ in range(2):
+        optimizer = sgd(model.parameters())
+        gc.disable()  # no collection frees what the first left
+        try:
+            amp.initialize(model, optimizer, opt_level="O5", verbosity=0, master_weights="split")
+        finally:
+            gc.enable()
+        del optimizer
 
 
 def test_two_optimizers_of_one_parameter_are_refused() -> None:

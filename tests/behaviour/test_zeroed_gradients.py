@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -270,3 +271,29 @@ def test_a_parameter_whose_memory_was_replaced_shows_a_gradient_that_fits(memory
         assert left.hear()
         assert param.grad is None
         left.spend(b"\1", b"\1")
+
+
+@pytest.mark.parametrize("level", [None, *MASTER_LEVELS])
+@pytest.mark.parametrize("body", ["empty", "raises"])
+def test_a_body_without_gradients_after_a_step_loses_no_zero_grad(body: str, level: str | None) -> None:
+    model = Parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+
+    def step(names: str) -> None:
+        loss = model.loss(names, 0)
+        with amp.scale_loss(loss, optimizer) if level is not None else nullcontext(loss) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    step("a")
+    if level is not None:
+        with suppress(KeyError), amp.scale_loss(model.loss("a", 0), optimizer) as scaled_loss:
+            if body == "raises":
+                scaled_loss.backward()
+                raise KeyError
+    optimizer.zero_grad(set_to_none=False)
+    before = model.state_dict()["a.weight"].clone()
+    step("b")
+    assert not torch.equal(model.state_dict()["a.weight"], before), "its momentum moves it"

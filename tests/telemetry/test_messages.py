@@ -91,6 +91,13 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 # --- notes of initialize --------------------------------------------------------------------------
 
 
+def test_a_lazy_module_is_initialized_where_the_cpu_emulates_the_type(cpu: Any) -> None:
+    cpu("avx2")
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model(torch.ones(2, 3)).shape == (2, 2)
+
+
 @pytest.mark.parametrize("level", BANNER_ENDS)
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Conv1d(2, 2, 3), nn.GRU(2, 2), nn.MultiheadAttention(4, 2)])
 def test_a_level_that_the_cpu_emulates_is_noted_once_apart_from_the_banner(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from amp_engine.advice.script_steps import ScriptSteps, models_of
+from amp_engine.stepping.hook import step_last
 from amp_engine.telemetry.wording import plural
 
 
@@ -50,6 +51,7 @@ class ScriptAudit:
         if not self._audit.follows(optimizer):
             self._first = self._first or optimizer
             self._audit.follow(optimizer, models_of(optimizer))
+            step_last(optimizer)  # in this step too the audit's hook comes before amp's, which takes the step
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if optimizer is self._first:

@@ -51,6 +51,13 @@ def _add(optimizer: Optimizer, hook: StepHook) -> None:
         _be_first(_HANDLES[0])
 
 
+def step_last(optimizer: Optimizer) -> None:
+    """Put our pre-hook, if there is one, behind those that another global pre-hook added in this step."""
+    ref = _HOOKS.get(optimizer)
+    if ref is not None and (hook := ref()) is not None:
+        hook.be_last(optimizer)
+
+
 def remove_hooks(optimizer: Optimizer) -> None:
     """Remove all of our hooks for `optimizer`."""
     ref = _HOOKS.get(optimizer)
@@ -110,6 +117,11 @@ class StepHook:
         if self._is_stepping or (len(own) == 1 and everyones is not None and len(everyones) == 1):
             return  # the user has no hooks
         self._prepare()
+        self.be_last(optimizer)
+
+    def be_last(self, optimizer: Optimizer) -> None:
+        """Put our pre-hook behind the optimizer's other ones."""
+        own = optimizer._optimizer_step_pre_hooks
         if self._handles[0].id not in own:  # optimizer.__init__() was called again
             self._handles.clear()
             self._put_on(optimizer)

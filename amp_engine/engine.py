@@ -260,7 +260,6 @@ class Engine:
 
             beyond = arguments.beyond_float16(request.models, decided)
             emulated = arguments.emulated_on_cpu(request.models, decided)
-            eps_is_zero = arguments.zero_eps(request.optimizers, decided)
             self._initialized.add(request, adopt_data_writes)
             if self.policy is None:
                 self.overflows.begin()
@@ -275,8 +274,8 @@ class Engine:
                 self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
             if beyond:
                 self.reporter.say(report.beyond_float16(str(decided.opt_level), beyond), rank0=True)
-            if eps_is_zero:
-                self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=eps_is_zero[0], eps=eps_is_zero[1]))
+            if found := arguments.zero_eps(request.optimizers, decided):
+                self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=found[0], eps=found[1]))
             self.reporter.end_banner()
             self._initialized.kept_by_policy.update(kept)
             return models if optimizers is None else (models, optimizers)

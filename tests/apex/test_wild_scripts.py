@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from amp_engine import amp
 from amp_engine.apex import finder
+from amp_engine.errors import AmpGradientWarning
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]
@@ -277,7 +278,10 @@ def test_delayed_and_plain_accumulation_agree(run, level: str) -> None:
 @pytest.mark.parametrize("schedule", ["by_hand", "scheduler"])
 @pytest.mark.parametrize("norm", ["apex", "none"])
 def test_larc_with_a_schedule(run, level: str, schedule: str, norm: str) -> None:
-    printed = run("larc_ssl.py", "--use_fp16", level, "--schedule", schedule, "--sync_bn", norm)
+    # It holds its prototypes at first, by p.grad = None after the backward, which masters do not see.
+    said = pytest.warns(AmpGradientWarning, match="set to None") if level == "O2" else contextlib.nullcontext()
+    with said:
+        printed = run("larc_ssl.py", "--use_fp16", level, "--schedule", schedule, "--sync_bn", norm)
     assert_trained(printed)
 
 

@@ -125,7 +125,7 @@ class ScaledBackwards:
 
     def close_windows_into(self, stepped: Stepper) -> None:
         """Unscale all scaled gradients of the parameters of `stepped`, before a step."""
-        self.unlisted.exit()  # for a body that still runs and does not list `stepped`
+        self.unlisted.exit()  # of a compiled backward, which calls nothing at its end
         self.look_at_gathered(stepped, is_stepping=True)
         for other in self._windows_into([stepped]):
             if not other.window.is_in_body:
@@ -368,7 +368,7 @@ class ScaledBackward(ContextOfLoss):
         loss, scaler, events = self._loss, self._scaler, self._backwards.events
         for tell in events.entering.observers:
             tell(self)
-        self._backwards.unlisted.exit()  # for a body around this one, which stops tracking unlisted gradients here
+        self._backwards.unlisted.exit()  # of a compiled backward in a body around this one
         scaler.to(loss.device)
         self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
         outside = [one for one in self._stepped if not one.window.is_in_body]

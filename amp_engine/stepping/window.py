@@ -386,10 +386,8 @@ class Window:
         if totals:
             self._add_to(totals, grads, devices, backward)
         self._become(State.CLOSED)
-        if (
-            self._rows.ledger.slots.count == 0 and not totals
-        ):  # no gradient came, and a `zero_grad` of the last step's may
-            self._rows.show_spent()
+        if self._rows.ledger.slots.count == 0 and not totals:
+            self._rows.show_spent()  # no gradient came, so a `zero_grad` would be of the last step's
 
     def _look(
         self,

@@ -60,8 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests first: of workers that take a file at a time, none is left alone with one at the end."""
+    """Few cases of what `-k` and `-m` leave; files with slow tests first: no worker has one alone at the end."""
     if (together := TOGETHER.get(config.getoption("--cases"))) is not None:
         every, items[:] = list(items), chosen(items, together)
         config.hook.pytest_deselected(items=list(set(every) - set(items)))

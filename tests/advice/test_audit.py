@@ -66,6 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_a_script_is_ended_after_its_steps_and_nothing_in_it_changes(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
     status, out, err = run(TRAINS, "1e-4", "999", options=f"--steps 6 --every 2 --json {path}")
@@ -83,6 +84,7 @@ def test_a_script_is_ended_after_its_steps_and_nothing_in_it_changes(run: Any, t
     assert "norm.weight loses most" in out
 
 
+@pytest.mark.slow
 def test_of_a_script_that_raises_the_steps_before_are_told(run: Any) -> None:
     status, out, err = run(TRAINS, "1e-4", "4", options="")
     assert status == 1
@@ -118,34 +120,34 @@ def test_a_script_that_imports_apex_is_audited(run: Any) -> None:
     assert "AdamW: 2 of 2 steps audited" in out
 
 
-@pytest.mark.parametrize(("level", "loss_scale"), [("O0", 128.0), ("O1", 128.0), ("O4", None), ("O5", None)])
-def test_the_first_step_of_a_script_with_amp_is_audited_before_amp_takes_it(
-    run: Any, tmp_path: Path, level: str, loss_scale: float | None
-) -> None:
-    script = f"""
+def test_the_first_step_of_a_script_with_amp_is_audited_before_amp_takes_it(run: Any, tmp_path: Path) -> None:
+    script = """
     import torch
     from amp_engine import amp
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: print(
-        "gradients", sum(p.grad.norm().item() > 0 for p in amp.master_params(optimizer))))
-    amp.initialize(model, optimizer, opt_level={level!r}, loss_scale={loss_scale}, verbosity=0)
-    with amp.scale_loss(model(torch.randn(16, 8)).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    for level, loss_scale in {"O0": 128.0, "O1": 128.0, "O4": None, "O5": None}.items():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: print(
+            "gradients", sum(p.grad.norm().item() > 0 for p in amp.master_params(optimizer))))
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+        with amp.scale_loss(model(torch.randn(16, 8)).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        amp.close()
     """
     path = tmp_path / "audit.json"
     status, out, err = run(script, options=f"--json {path}")
     assert (status, err) == (0, "")
-    assert out.splitlines()[0] == "gradients 4"
+    assert out.splitlines()[:4] == ["gradients 4"] * 4
     found = json.loads(path.read_text())
-    assert [one["audited"] for one in found["optimizers"]] == [1]
-    assert {one["name"] for one in found["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert [one["audited"] for one in found["optimizers"]] == [1] * 4
+    assert len(found["tensors"]) == 4 * 4
     assert all(0 < one["erased"] < 1e-3 and one["never_moved"] == 0 for one in found["tensors"])
     assert "All is well" in out
 
 
+@pytest.mark.slow
 def test_the_package_is_found_where_the_command_found_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(dedent(TRAINS))
     told = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -157,6 +159,7 @@ def test_the_package_is_found_where_the_command_found_it(tmp_path: Path) -> None
     assert "AdamW: 2 of 2 steps audited" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_module_and_its_exit_status(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(

@@ -74,6 +74,7 @@ def outcome() -> list[Tensor]:
     return results
 
 
+@pytest.mark.slow
 @NATIVE
 def test_every_instruction_set_gives_the_same_bits(tmp_path):
     best = _native.module.build_info()["cpu_capability"]

@@ -30,7 +30,8 @@ export PIP_COMPILE ?= 0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test test-all fuzz stress bench evidence clients site dist lint format sanitize cuda-build gpu gpu-carry clean
+.PHONY: help demo test test-all fuzz stress bench evidence clients site dist lint format sanitize cuda-venv cuda-build gpu \
+	gpu-carry clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -100,9 +101,11 @@ sanitize: $(INSTALLED)  ## run the tests of the C++ code with AddressSanitizer a
 	cd build/$@ && AMP_ENGINE_BUILD=cpu LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) -k "not [reference and not -reference]" $(or $(TESTS),$(SANITIZED)) $(ARGS)
 
-cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on that torch; needs no GPU
+cuda-venv:
 	.venv-cuda/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet $(CUDA_TORCH)
+
+cuda-build: cuda-venv  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on that torch; needs no GPU
 	$(COPY) && AMP_ENGINE_BUILD=cuda TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" ../../.venv-cuda/bin/python -m pip install --quiet --editable ".[plots,test]"
 	cd build/$@ && ../../.venv-cuda/bin/python -m amp_engine info
 	cd build/$@ && AMP_ENGINE_BUILD=cuda ../../.venv-cuda/bin/$(PYTEST) --ignore=tests/test_demo.py --ignore=tests/test_examples.py $(ARGS)

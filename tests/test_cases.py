@@ -51,6 +51,12 @@ def test_the_choice_is_the_same_each_time_and_in_order():
     assert names[0] == sorted(names[0], key=every.index)
 
 
+def test_they_are_chosen_from_what_the_command_line_leaves(request):
+    called_last_first = request.config.hook.pytest_collection_modifyitems.get_hookimpls()
+    places = {impl.function.__module__: place for place, impl in enumerate(called_last_first)}
+    assert places["tests.conftest"] < places["_pytest.mark"]  # of -k and -m
+
+
 def test_cases_that_share_a_fixture_stay_side_by_side():
     sharing = [case(f"a.py::{name}[{ranks}]", ranks=ranks) for ranks in (2, 3) for name in ("one", "two")]
     assert chosen(sharing, 2) == sharing

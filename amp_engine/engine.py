@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -25,7 +26,7 @@ from amp_engine.diagnosis.post_mortem import OverflowReport
 from amp_engine.diagnosis.rehearsal import checked_policy
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import LOW_PRECISION
-from amp_engine.initialization import arguments, keep_by_name
+from amp_engine.initialization import arguments, cast_notes, keep_by_name
 from amp_engine.initialization.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.initialization.initialized import Initialized, master_params
 from amp_engine.initialization.request import checked
@@ -170,11 +171,13 @@ class Engine:
         process_group: ProcessGroup | None = None,
         moment_dtype: torch.dtype | str | None = None,
         casts: Literal["everywhere", "model"] = "everywhere",
+        cast_inputs: bool | str | Sequence[str] = True,
         policy: str | os.PathLike[str] | RunPolicy | None = None,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`, in place, and return them.
 
-        A level that casts the model to float16 waits for the device, to name parameters that become infinite.
+        A level that casts the model waits for the device, to name parameters and buffers that become infinite, 0 or
+        another whole number.
 
         Args:
             models: a module, or a list of modules; on any device. At O1 and O4 the parameters that an optimizer steps
@@ -183,7 +186,8 @@ class Engine:
             enabled: False changes nothing and makes `scale_loss` yield the loss itself.
             opt_level: "O0" FP32; "O1" cast functions; "O2" half model, FP32 batch norm and masters; "O3"
                 pure half; "O4", "O5" are O1, O2 in bfloat16. Sets the defaults of the properties below.
-            cast_model_type: type of parameters, floating buffers and inputs; False does not cast the model.
+            cast_model_type: type of parameters and inputs, and of buffers of torch's own modules; False does not cast
+                the model. In a model that comes in half, what is FP32 stays FP32.
             patch_torch_functions: cast arguments of listed functions; set by O1 and O4 only.
             keep_batchnorm_fp32: keep affine batch norms in FP32; the strings "True" and "False" are accepted too.
             master_weights: step FP32 copies of low-precision parameters (at O1 and O4 of the parameters that are in
@@ -204,6 +208,8 @@ class Engine:
             process_group: the ranks that agree on overflows, if neither DistributedDataParallel nor DTensors determine
                 them: with FullyShardedDataParallel, ZeroRedundancyOptimizer or stages of a pipeline.
             moment_dtype: torch.bfloat16 stores each of Adam's moments in 2 bytes, not 4, with stochastic rounding.
+            cast_inputs: False casts no floating inputs of a cast model; names of arguments are left alone, such as
+                ["timestep"].
             casts: where O1 and O4 cast functions: "everywhere" in the process, as apex did; "model" in forwards of
                 `models` and their parts, in the thread that calls them, and in `with amp.casts():`. Outputs of these
                 forwards are FP32, unless `cast_model_outputs` says otherwise.
@@ -235,6 +241,7 @@ class Engine:
                 "max_loss_scale": max_loss_scale,
                 "moment_dtype": moment_dtype,
                 "casts": casts,
+                "cast_inputs": cast_inputs,
             }
             assert policy is None or isinstance(policy, RunPolicy)  # `takes_policy` has read the file
             names = () if policy is None else tuple(policy.keep_float)
@@ -258,7 +265,8 @@ class Engine:
             self.reporter.verbosity = verbosity
             self.reporter.say_banner(report.initialization(request.defaults, decided))
 
-            beyond = arguments.beyond_float16(request.models, decided)
+            lost = cast_notes.lost_values(request.models, decided)
+            parts = [cast_notes.fp32_parts(model, decided) for model in request.models]
             emulated = arguments.emulated_on_cpu(request.models, decided)
             self._initialized.add(request, adopt_data_writes)
             if self.policy is None:
@@ -272,10 +280,12 @@ class Engine:
             )
             if emulated:
                 self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
-            if beyond:
-                self.reporter.say(report.beyond_float16(str(decided.opt_level), beyond), rank0=True)
-            if found := arguments.zero_eps(request.optimizers, decided):
-                self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=found[0], eps=found[1]))
+            for line in chain.from_iterable(map(report.fp32_parts, parts)):
+                self.reporter.say(line, rank0=True)
+            for line in report.lost_values(str(decided.opt_level), decided.cast_model_type or None, lost):
+                self.reporter.say(line, rank0=True)
+            if zero := arguments.zero_eps(request.optimizers, decided):
+                self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=zero[0], eps=zero[1]))
             self.reporter.end_banner()
             self._initialized.kept_by_policy.update(kept)
             return models if optimizers is None else (models, optimizers)

@@ -48,6 +48,7 @@ class Figures:
         lost_dynamic: `lost` at the initial scale of "dynamic".
         loss_scale: the lowest loss scale at the end; None if no loss is scaled.
         dynamic: True if the loss scale moves.
+        inputs: sentences without their ends, for inputs whose cast lost what they say.
     """
 
     level: str
@@ -66,6 +67,7 @@ class Figures:
     lost_dynamic: float | None = None
     loss_scale: float | None = None
     dynamic: bool = False
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: 
             lost_dynamic=lost(DynamicLossScale().init_scale),
             loss_scale=scale if trial.dynamic or scale != 1.0 else None,
             dynamic=trial.dynamic,
+            inputs=trial.inputs,
         )
 
     return Comparison(base.machine, figures(base), tuple(map(figures, levels)), noise, limit, drift, obstacle)

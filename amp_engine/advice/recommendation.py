@@ -97,7 +97,8 @@ def why_not(level: Figures) -> str | None:
     if 2 * level.skips > level.steps:
         return f"it skipped {level.skips} of {level.steps} steps"
     if not level.agrees:
-        return f"its losses differ by {words.share(level.difference)}"
+        cause = f"; {level.inputs[0]}, see cast_inputs of amp.initialize" if level.inputs else ""
+        return f"its losses differ by {words.share(level.difference)}{cause}"
     if level.lost is not None and level.lost > MOST_LOST:
         return f"it loses {words.share(level.lost)} of gradient values"
     return None

@@ -66,6 +66,7 @@ class Trial:
         gradients: magnitudes of the weights' gradients after the backwards of the last steps; None if not counted.
         gradient_error: at a recipe ||a - b|| / ||b|| of the first backward's gradient, b at O0; None at levels.
         dropped: arguments that were left out of the script's `initialize`.
+        inputs: sentences without their ends, for inputs of the model whose cast lost what they say.
         machine: the device of the trial, in words.
         lacks: the instructions for `dtype` that a CPU lacks and so emulates; None if it lacks none, or on a GPU.
         out_of_time: True if the trial was ended before its last step because of the deadline.
@@ -86,6 +87,7 @@ class Trial:
     gradients: Magnitudes | None = None
     gradient_error: float | None = None
     dropped: tuple[Dropped, ...] = ()
+    inputs: tuple[str, ...] = ()
     machine: str = ""
     lacks: str | None = None
     out_of_time: bool = False

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.advice.first_gradient import FirstGradient
 from amp_engine.advice.fitting import fitted
 from amp_engine.advice.records import Task, Trial
+from amp_engine.casting.forward_casts import casts_of
 from amp_engine.engine import Engine
 from amp_engine.ground.dtypes import cpu_lacks, dtype_name
 from amp_engine.stepping.pending import Pending
@@ -123,7 +124,9 @@ class TrialEngine(Engine):
         counted = self._gradients.read()
         on_gpu = torch.cuda.is_initialized()
         peaks = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())] if on_gpu else []
+        casts = [one for model in self._initialized.models if (one := casts_of(model)) is not None]
         self._note(
+            inputs=tuple(said for one in casts for said in one.of_model.lost.values()),
             losses=tuple(tuple(float(loss) for loss in losses) for losses in self._losses[: self._steps]),
             seconds=tuple(self._seconds()),
             skips=self._hear(),

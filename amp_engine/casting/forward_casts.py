@@ -15,7 +15,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import is_
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,14 +24,17 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from amp_engine.casting.inputs import Inputs
+from amp_engine.casting.one_type import mixed_types, of_one_type
 from amp_engine.casting.regions import cast_region, is_in_autocast, is_outside
 from amp_engine.errors import AmpRuntimeWarning
-from amp_engine.ground.containers import cast_tensors
+from amp_engine.ground.containers import GivenMappings, cast_tensors
 from amp_engine.ground.distributed import is_fsdp2
 from amp_engine.ground.dynamo import part_of_a_graph
 from amp_engine.ground.torch_private import is_in_backward
 
 _CASTS = "_amp_engine_casts"
+_OUTSIDE = "_amp_engine_called_from_outside"
 _OWN_CLASS = "_amp_engine_own_class"
 
 _inside = threading.local()  # `.forward`: True while this thread runs a forward that casts
@@ -47,6 +51,9 @@ class ForwardCasts:
             casts, and casts inputs only to a type that one of its parameters has: not for a batch norm in FP32.
         of_typed: True if a module with parameters, but none of type `inputs`, casts nothing, such as a copy that was
             converted.
+        computes: the type that the model was cast to; None: it was not cast. If it was, torch's own layers take inputs
+            in the type of their weights, also inside of a forward.
+        of_model: casts the inputs, the same for the model and its parts.
     """
 
     inputs: torch.dtype | None
@@ -54,6 +61,8 @@ class ForwardCasts:
     functions: bool = False
     of_part: bool = False
     of_typed: bool = False
+    computes: torch.dtype | None = None
+    of_model: Inputs = field(default_factory=Inputs, compare=False)
 
 
 def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
@@ -86,7 +95,7 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
 def cast_joining(part: nn.Module, module: nn.Module) -> None:
     """Have `part`, which is added to `module`, cast like the other parts of `module`."""
     casts = casts_of(module)
-    if casts is not None and (casts.inputs is not None or casts.functions):
+    if casts is not None and (casts.computes is not None or casts.functions):
         for one in parts_of(nn.ModuleList([part])):
             if casts_of(one) is None:
                 cast_forward(one, replace(casts, of_part=True))
@@ -100,6 +109,7 @@ def casts_of(model: nn.Module) -> ForwardCasts | None:
 def restore_class(model: nn.Module) -> None:
     """Restore the class of `model`. A class that other code has derived from the subclass stays, without casts."""
     vars(model).pop(_CASTS, None)
+    vars(model).pop(_OUTSIDE, None)
     _change_class(model, lambda cls: vars(cls).get(_OWN_CLASS, cls))
 
 
@@ -170,12 +180,23 @@ def _casting(own: type[nn.Module]) -> Any:
         if vars(known).get(_OWN_CLASS) is own:
             return known
 
+    in_one_type = of_one_type(own.forward)
+
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         casts: ForwardCasts | None = self._amp_engine_casts
+        called = own.forward if casts is None or casts.computes is None else in_one_type
         if casts is None or (casts.of_part and getattr(_inside, "forward", False)):
-            return own.forward(self, *args, **kwargs)
-        return _cast_around(own.forward, casts, self, args, kwargs)
+            return called(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _cast_around(called, own, casts, self, args, kwargs)
+        try:
+            return _cast_around(called, own, casts, self, args, kwargs)
+        except RuntimeError as error:
+            explained = mixed_types(error, self, casts.computes)
+            if explained is None:
+                raise
+            raise explained from error
 
     function: Any = forward
     function.__code__ = function.__code__.replace()  # Dynamo counts compilations by code object
@@ -193,24 +214,27 @@ def _casting(own: type[nn.Module]) -> Any:
     return metaclass(own.__name__, (_CastsAtForward, own), names)
 
 
-def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _cast_around(
+    forward: Callable[..., Any], own: type, casts: ForwardCasts, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
     inputs, outputs = casts.inputs, casts.outputs
     if not (casts.of_part or torch.compiler.is_compiling()):
         _warn_of_autocast()
     if casts.of_part:
         is_in_region = casts.functions and inputs is None and not is_outside()
-        if is_in_region or not is_called_from_outside():
+        if is_in_region or not is_called_from_outside() or _is_recomputed(module):
             return forward(module, *args, **kwargs)
         if not has_parameter_of(module, inputs):
             inputs = None
     elif casts.of_typed and not has_parameter_of(module, inputs) and any(True for _ in module.parameters()):
         inputs = outputs = None  # a replica of DataParallel has no parameters, but casts
+    mappings = None
     if inputs is not None:
         given = args, kwargs
-        args, kwargs = cast_tensors(args, inputs), cast_tensors(kwargs, inputs)
-        if casts.of_part and not torch.compiler.is_compiling() and is_in_backward():
-            # An activation checkpoint recomputes the part, which ran outside of the model only if inputs need a cast.
-            outputs = None if args is given[0] and kwargs is given[1] else outputs
+        args, kwargs = casts.of_model.cast(inputs, own, args, kwargs)
+        mappings = GivenMappings(_values(given), _values((args, kwargs)))
+        if casts.of_part and _is_in_backward() and all(map(is_, _values(given), _values((args, kwargs)))):
+            outputs = None  # a part that the model calls as well, which had no cast to do
     before = is_inside()
     _inside.forward = True
     try:
@@ -221,7 +245,29 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
             output = forward(module, *args, **kwargs)
     finally:
         _inside.forward = before
-    return output if outputs is None else cast_tensors(output, outputs)
+
+    def cast(value: Any) -> Any:
+        return value if outputs is None else cast_tensors(value, outputs)
+
+    return cast(output) if mappings is None else mappings.write_back(output, cast)
+
+
+def _values(given: tuple[Any, Any]) -> list[Any]:
+    return [*given[0], *given[1].values()]
+
+
+def _is_in_backward() -> bool:
+    """True in a backward, where an activation checkpoint calls parts that ran inside or outside of their model."""
+    return not torch.compiler.is_compiling() and is_in_backward()
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    """True if an activation checkpoint recomputes a part that only the model had called. Notes calls from outside."""
+    if torch.compiler.is_compiling():
+        return False
+    if not is_in_backward():
+        vars(module)[_OUTSIDE] = True
+    return _OUTSIDE not in vars(module)
 
 
 def _warn_of_autocast() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 def cast_tensors(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | None = None) -> Any:
     """Return `value` with every floating tensor in it cast to `dtype`; with `only`, every tensor of these types.
 
-    Objects with a `to` method (packed sequences, batch classes) cast themselves. Walks the containers that
-    `map_tensors` walks. No host sync.
+    Objects with a `to` method (packed sequences, batch classes) cast themselves, unless their tensors have the type.
+    Walks the containers that `map_tensors` walks. No host sync.
     """
 
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(dtype) if (value.is_floating_point() if only is None else value.dtype in only) else value
-        if only is not None and not _holds(value, only):
-            return value
+        types = {tensor.dtype for tensor in _tensors_of(value) if tensor.is_floating_point()}
+        if types == {dtype} or (only is not None and not (types and types.issubset(only))):
+            return value  # its `to` may return a copy all the same
         try:
             return value.to(dtype)
         except (TypeError, AttributeError, ValueError):  # a `to` of another meaning, or a class instead of an object
@@ -46,27 +47,36 @@ def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
         return fn(value)
     if isinstance(value, (str, bytes, nn.Module, torch.fx.Proxy)) or value is None:
         return value
-    if isinstance(value, (list, tuple, deque)) and not hasattr(value, "to"):
+    if _has_to(value):
+        return fn(value)
+    if isinstance(value, (list, tuple, deque)):
         return _map_sequence(value, fn)
     # A dataclass that is a mapping too (Hugging Face's ModelOutput) keeps its items and fields in step
     # through item assignment.
-    if isinstance(value, Mapping) and not hasattr(value, "to"):
+    if isinstance(value, Mapping):
         return _map_mapping(value, fn)
     names = _field_names(value)
-    if names is not None and not hasattr(value, "to"):
-        return _map_fields(value, names, fn)
-    if callable(getattr(value, "to", None)) and not isinstance(value, type):
-        return fn(value)
-    return value
+    return value if names is None else _map_fields(value, names, fn)
 
 
-def _holds(value: Any, dtypes: Sequence[torch.dtype]) -> bool:
-    """True if all floating tensors of an object with a `to` method, which casts all of them, are of these types."""
-    items = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else vars(value).values()
-    )
-    types = {item.dtype for item in items if isinstance(item, Tensor) and item.is_floating_point()}
-    return bool(types) and types.issubset(dtypes)
+def _has_to(value: Any) -> bool:
+    """True if the class has a `to`: an attribute of the object may be an item of a dictionary."""
+    return callable(getattr(type(value), "to", None))
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an object with a `to` method holds."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_of(item)
+    elif _has_to(value):
+        for item in getattr(value, "__dict__", {}).values():
+            yield from _tensors_of(item)
 
 
 def _map_sequence(value: Any, fn: Callable[[Any], Any]) -> Any:
@@ -124,6 +134,8 @@ def _copied_mapping(value: Any) -> Any:
         getattr(rebuilt, "__dict__", {}).update(getattr(value, "__dict__", {}))
         return rebuilt
     rebuilt = copy.copy(value)
+    if isinstance(value, dict) and getattr(value, "__dict__", None) is value:  # attributes are the items
+        object.__setattr__(rebuilt, "__dict__", rebuilt)
     if not isinstance(value, dict) and not hasattr(value, "__copy__"):
         for name, inner in list(vars(rebuilt).items()):  # among them the container that has the items
             if isinstance(inner, (dict, list)) and inner is vars(value).get(name):
@@ -160,3 +172,50 @@ def _map_fields(value: Any, names: list[str], fn: Callable[[Any], Any]) -> Any:
             object.__setattr__(rebuilt, name, new)
         return rebuilt
     return value
+
+
+class GivenMappings:
+    """The mappings among inputs, into which a forward may write, or into copies of them that were cast.
+
+    Args:
+        given, cast: lists of inputs, and of what `cast_tensors` made of them.
+    """
+
+    def __init__(self, given: Sequence[Any], cast: Sequence[Any]) -> None:
+        self._pairs = [*_mappings(given, cast)]
+
+    def write_back(self, output: Any, fn: Callable[[Any], Any]) -> Any:
+        """Put what was written, by `fn`, into the given mappings, and return `fn(output)`.
+
+        Where the output, or an item of a list or tuple, is such a mapping, it is the given one, and not changed more.
+        """
+        for given, cast, items in self._pairs:
+            left = dict(cast.items())  # not its iterator: that of a TensorDict gives rows
+            for key in items.keys() - left.keys() if given is not cast else ():
+                del given[key]
+            for key, item in left.items():
+                if key not in items or item is not items[key]:
+                    given[key] = fn(item)
+        return self._given_for(output, fn)
+
+    def _given_for(self, output: Any, fn: Callable[[Any], Any]) -> Any:
+        for given, cast, _ in self._pairs:
+            if output is cast:
+                return given
+        if self._pairs and type(output) in (list, tuple):
+            return type(output)(self._given_for(item, fn) for item in output)
+        return fn(output)
+
+
+def _mappings(given: Any, cast: Any) -> Iterator[tuple[Any, Any, dict[Any, Any]]]:
+    """Yield each mapping that can be written, the innermost first; its copy or itself; and the items of that."""
+    if isinstance(given, (list, tuple)) and isinstance(cast, (list, tuple)):
+        for one, other in zip(given, cast, strict=False):
+            yield from _mappings(one, other)
+    elif isinstance(given, MutableMapping) and isinstance(cast, MutableMapping):
+        before, items = dict(given.items()), dict(cast.items())
+        if any(cast[key] is not item for key, item in items.items()):
+            return  # it makes its items when they are read
+        for key, item in items.items():
+            yield from _mappings(before.get(key), item)
+        yield given, cast, items

@@ -52,6 +52,14 @@ def say(text: str, level: int = logging.INFO, stacklevel: int = 1, **fields: obj
     LOGGER.log(level, text, extra=fields, stacklevel=stacklevel + 1)
 
 
+def users_stacklevel() -> int:
+    """Return the `stacklevel` for a `warnings.warn` of the caller at which the warning names the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "amp_engine.")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _set_defaults(logger: logging.Logger) -> None:
     """Set a level if there is none, and if there is no handler add ours and stop propagation."""
     if logger.level == logging.NOTSET:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -17,9 +16,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.ground.distributed import is_in_zero, is_sharded, is_zero, steps_shards, wrappers_around
+from amp_engine.ground.distributed import (
+    is_in_zero,
+    is_sharded,
+    is_zero,
+    steps_shards,
+    without_wrapper,
+    wrappers_around,
+)
 from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks, is_low_precision
-from amp_engine.initialization.cast_model import cast_targets
 from amp_engine.levels.fsdp import check_shards
 from amp_engine.levels.policy import Policy
 from amp_engine.levels.policy_file import RunPolicy
@@ -61,6 +66,7 @@ class InitializeOptions(TypedDict, total=False):
     process_group: ProcessGroup | None
     moment_dtype: torch.dtype | str | None
     casts: Literal["everywhere", "model"]
+    cast_inputs: bool | str | Sequence[str]
     policy: str | os.PathLike[str] | RunPolicy | None
 
 
@@ -101,6 +107,32 @@ def as_optimizers(optimizers: Any) -> list[Optimizer | LARC]:
             "([a, b], not a tuple); a wrapper around an optimizer is made after amp.initialize."
         )
     return listed
+
+
+def as_left_alone(cast_inputs: Any, models: Sequence[nn.Module]) -> frozenset[str] | None:
+    """The names of arguments that are not cast; None: no argument is.
+
+    Raises AmpTypeError for anything but True, False and names, AmpValueError for a name that no forward of `models`
+    has.
+    """
+    if isinstance(cast_inputs, bool):
+        return frozenset() if cast_inputs else None
+    names = [cast_inputs] if isinstance(cast_inputs, str) else cast_inputs
+    if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
+        raise AmpTypeError(
+            f"cast_inputs={cast_inputs!r} is none of True, False, and names of arguments that are left alone.  Use for "
+            'example cast_inputs=["timestep"].'
+        )
+    known = [p for m in models for p in inspect.signature(without_wrapper(m).forward).parameters.values()]
+    own = [p.name for p in known]
+    for name in names:
+        if name not in own and not any(p.kind is p.VAR_KEYWORD for p in known):
+            near = get_close_matches(name, own, 1)
+            raise AmpValueError(
+                f"cast_inputs names {name!r}, which forward() of {', '.join(type(m).__name__ for m in models)} has not."
+                f"  It has {', '.join(own)}.{f'  Did you mean {near[0]!r}?' if near else ''}"
+            )
+    return frozenset(names)
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, gives_float32: bool) -> None:
@@ -284,7 +316,6 @@ def refuse_around_split(wrapper: Any) -> None:
         )
 
 
-_INFINITE = 65520.0  # rounds to inf in float16: midpoint of its largest number and the one that would follow
 _ZERO_IN_FLOAT16 = 2.0**-25  # half of float16's smallest number: a tie, which rounds to even, so to 0
 _HOW = {
     True: "would come after the decision to skip a step that overflowed",
@@ -380,24 +411,6 @@ def emulated_on_cpu(models: Sequence[nn.Module], policy: Policy) -> torch.dtype 
     parameters = (parameter for model in models for parameter in model.parameters())
     weights = (parameter for parameter in parameters if not is_lazy(parameter) and parameter.dim() > 1)
     return dtype if any(weight.device.type == "cpu" and weight.is_floating_point() for weight in weights) else None
-
-
-def beyond_float16(models: Sequence[nn.Module], policy: Policy) -> list[str]:
-    """Names of finite parameters that become infinite where `policy` casts them to float16. Waits for the device."""
-    if policy.cast_model_type is not torch.float16:
-        return []
-    found = []
-    for model in models:
-        targets = cast_targets(model, torch.float16, bool(policy.keep_batchnorm_fp32))
-        cast = {id(tensor) for tensor, dtype in targets if dtype is torch.float16}
-        params = {
-            name: p.detach()
-            for name, p in model.named_parameters()
-            if id(p) in cast and p.dtype is not torch.float16 and p.numel() and not (is_sharded(p) or p.is_meta)
-        }
-        largest = torch._foreach_norm(list(params.values()), float("inf")) if params else []
-        found += [name for name, most in zip(params, largest, strict=True) if _INFINITE <= float(most) < math.inf]
-    return found
 
 
 def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, float] | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine.casting.forward_casts import (
     ForwardCasts,
@@ -22,15 +27,24 @@ from amp_engine.casting.forward_casts import (
     parts_of,
     restore_class,
 )
+from amp_engine.casting.inputs import Inputs
 from amp_engine.casting.keep_float import cast_functions_in, is_kept, kept_modules, remove_hooks
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.containers import cast_tensors
 from amp_engine.ground.distributed import fsdp2_param_dtypes, is_any_sharded, is_fsdp2, is_sharded
-from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.dtypes import LOW_PRECISION, is_low_precision
 from amp_engine.ground.dynamo import part_of_a_graph
 from amp_engine.ground.torch_private import BatchNormBase
+from amp_engine.initialization.as_it_came import came_in_half, declared_parameters
 from amp_engine.initialization.half_averages import warn_of_low_precision_average
-from amp_engine.initialization.state_dict import fill_masters, hook_children, hook_model, keep_incoming, save_float32
+from amp_engine.initialization.state_dict import (
+    fill_masters,
+    forget_types,
+    hook_children,
+    hook_model,
+    keep_incoming,
+    save_float32,
+)
 from amp_engine.stepping.master import follow_own_masters
 from amp_engine.stepping.rows import follow_masters, follow_masters_in_eager
 
@@ -56,16 +70,18 @@ class CastInputs(_CastHook):
 
     __name__ = "cast_inputs"  # torch.jit reads the names of hooks
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, inputs: Inputs | None = None) -> None:
+        self.dtype, self._inputs = dtype, inputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastInputs:
         if self.dtype in LOW_PRECISION:
             warn_of_low_precision_average(self.dtype)
-        return type(self)(self.dtype)
+        return type(self)(self.dtype, copy.copy(self._inputs))
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
+        if self._inputs is not None:
+            return self._inputs.cast(self.dtype, type(module), args, kwargs)
         return cast_tensors(args, self.dtype), cast_tensors(kwargs, self.dtype)
 
 
@@ -122,9 +138,10 @@ class CastModel:
 
     Args:
         model: changed in place; its parameters stay the same objects.
-        dtype: of parameters, floating buffers and inputs; None leaves all three alone.
+        dtype: of parameters, buffers (see `cast_targets`) and inputs; None leaves all three alone.
         keep_batchnorm_fp32: affine batch norms (BatchNormNd, SyncBatchNorm) are float32, not `dtype`. What was passed
             to `keep_float` is float32 in any case.
+        inputs: casts the inputs, or some of them.
         output_dtype: of floating outputs; None leaves them alone.
         saves_float32: True if `state_dict` has FP32 values, and loading them is exact, also without a cast to half.
         casts_functions: True if functions are cast inside of the forwards of the model and its parts.
@@ -136,38 +153,48 @@ class CastModel:
         *,
         dtype: torch.dtype | None,
         keep_batchnorm_fp32: bool,
+        inputs: Inputs,
         output_dtype: torch.dtype | None,
         saves_float32: bool,
         casts_functions: bool,
     ) -> None:
         self._model = weakref.ref(model)
-        self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
+        # The types in which tensors came: of those that were cast, and by name, for buffers that are replaced.
+        self._came = WeakIdKeyDictionary()
+        self._came_named = {name: tensor.dtype for name, tensor in _tensors(model)}
         self._handles: list[RemovableHandle] = []
         self._follows_masters = False
         # Each module whose forward casts, its casts, and the casts that it had before.
         self._cast_modules: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:
-            casts_inputs = False
-            if dtype is not None:
-                _cast_each(model, cast_targets(model, dtype, keep_batchnorm_fp32))
-                casts_inputs = not is_kept(model) and not fsdp2_param_dtypes(model)  # FSDP2's policy casts them
-                if casts_inputs:
-                    self._handles.append(model.register_forward_pre_hook(CastModelInputs(dtype), with_kwargs=True))
-                    self._handles += _cast_around_kept(model, dtype)
+            computes = None
             if dtype in LOW_PRECISION or saves_float32:
                 self._handles += hook_model(model)
+            if dtype is not None:
+                targets = cast_targets(model, dtype, keep_batchnorm_fp32)
+                came = {id(tensor): tensor.dtype for tensor, to in targets if tensor.dtype is not to}
+                replaced = {id(before): after for before, after in _cast_each(model, targets)}
+                for tensor, _ in targets:
+                    if id(tensor) in came:
+                        self._came[replaced.get(id(tensor), tensor)] = came[id(tensor)]
+                if not is_kept(model) and not fsdp2_param_dtypes(model):  # FSDP2's policy casts them
+                    computes = dtype
+                    hook = CastModelInputs(dtype, inputs)
+                    self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+                    self._handles += _cast_around_kept(model, dtype)
             if saves_float32:
                 self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
             if output_dtype is not None:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
-            casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
+            casts = ForwardCasts(computes, output_dtype, casts_functions, computes=computes, of_model=inputs)
             of_part = replace(casts, of_part=True)
-            casts_already = casts_inputs and casts_of(model) == of_part  # as part of a model like this one
-            if (casts_inputs or output_dtype is not None) and not is_fsdp2(model) and not casts_already:
-                self._cast_forward(model, replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype)))
+            casts_already = computes is not None and casts_of(model) == of_part  # as part of a model like this one
+            if (computes is not None or output_dtype is not None) and not is_fsdp2(model) and not casts_already:
+                is_typed = computes is not None and has_parameter_of(model, dtype)
+                self._cast_forward(model, replace(casts, of_typed=is_typed))
             if casts_functions:
                 self._handles += cast_functions_in(model)
-            if casts_functions or (casts_inputs and self._cast_modules):
+            if casts_functions or (computes is not None and self._cast_modules):
                 for part in dict.fromkeys(parts_of(model)):
                     before = casts_of(part)
                     if before is None or before.of_part or before.inputs is not None:
@@ -204,7 +231,8 @@ class CastModel:
         before = {id(ref()): before for ref, _, before in earlier._cast_modules}
         self._cast_modules = [(ref, casts, before.get(id(ref()), own)) for ref, casts, own in self._cast_modules]
         earlier.remove_hooks()
-        self._dtypes = {**self._dtypes, **earlier._dtypes}
+        self._came.update(earlier._came)
+        self._came_named.update(earlier._came_named)
 
     def undo(self) -> None:
         """Remove the hooks and restore the original type of each tensor that is still in the model."""
@@ -212,13 +240,15 @@ class CastModel:
         if self.model is not None:
             _remove(self.model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of joined parts
         if self.model is not None and not is_any_sharded(self.model):  # the wrapper decides the types of shards
-            tensors = [(t, self._dtypes[n]) for n, t in _tensors(self.model) if n in self._dtypes]
-            _cast_each(self.model, tensors)
+            came = [(t, self._came.get(t) or self._came_named.get(_plain(name))) for name, t in _tensors(self.model)]
+            _cast_each(self.model, [(tensor, dtype) for tensor, dtype in came if dtype is not None])
 
     def remove_hooks(self) -> None:
         """Remove the hooks and leave the types."""
         while self._handles:
             self._handles.pop().remove()
+        if self.model is not None:
+            forget_types(self.model)
         while self._cast_modules:
             ref, casts, before = self._cast_modules.pop()
             module = ref()
@@ -288,6 +318,10 @@ def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
 def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> list[tuple[Tensor, torch.dtype]]:
     """Each floating parameter and buffer, and its target type.
 
+    If a parameter came in low precision, the model says itself what stays FP32: only low precision is cast. In a model
+    that came in FP32 all parameters are cast that it does not name itself, buffers of torch's layers, and tables that
+    `dtype` holds exactly, such as masks; other buffers stay, such as tables of frequencies.
+
     With `keep_batchnorm_fp32`, affine batch norms become (usually: stay) float32. Norms without
     parameters and layer, group and instance norms are cast, as apex did. Kept modules become float32, too.
     """
@@ -297,12 +331,51 @@ def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
         if keep_batchnorm_fp32 and isinstance(module, BatchNormBase) and module.affine
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     } | {id(tensor) for module, _ in kept_modules(model) for tensor in [*module.parameters(), *module.buffers()]}
-    return [(t, torch.float32 if id(t) in kept else dtype) for _, t in _tensors(model)]
+    if dtype in LOW_PRECISION:
+        kept |= {
+            id(buffer) for module in model.modules() if isinstance(module, _FP32_ISLANDS) for buffer in module.buffers()
+        }
+    if dtype not in LOW_PRECISION:
+        stay = set()
+    elif came_in_half(model):
+        stay = {id(tensor) for _, tensor in _tensors(model) if not is_low_precision(tensor)}
+    else:
+        buffers = ((module, buffer) for module in model.modules() for buffer in module.buffers(recurse=False))
+        stay = {id(buffer) for module, buffer in buffers if _stays(module, buffer, dtype)}
+        stay |= {id(param) for _, param in declared_parameters(model)}
+    return [(t, torch.float32 if id(t) in kept else t.dtype if id(t) in stay else dtype) for _, t in _tensors(model)]
+
+
+def _stays(module: nn.Module, buffer: Tensor, dtype: torch.dtype) -> bool:
+    """True for a buffer that keeps its type in a model that came in FP32."""
+    layers = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.") and kind not in _NO_LAYERS]
+    if layers:  # a layer of torch, or of a class derived from one, computes with its buffers and weights in one type
+        return isinstance(module, _FP32_ISLANDS)
+    return not is_table_of(buffer, dtype)
+
+
+_NO_LAYERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def is_table_of(buffer: Tensor, dtype: torch.dtype) -> bool:
+    """True if `dtype` holds each value, and these differ, as in a mask; what is constant may be a state that begins.
+
+    Waits for the device.
+    """
+    if buffer.is_meta or is_sharded(buffer) or buffer.numel() == 0 or not buffer.is_floating_point():
+        return False
+    is_exact = torch.equal(buffer.to(dtype).to(buffer.dtype), buffer)
+    return is_exact and bool((buffer != buffer.reshape(-1)[0]).any())
+
+
+# Decompositions and power iterations, which lose their digits in half.
+_FP32_ISLANDS = (parametrizations._Orthogonal, parametrizations._SpectralNorm)
 
 
 def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[RemovableHandle]:
-    """Make kept modules accept any type, and the outermost of them return `dtype`."""
-    for module, is_outermost in kept_modules(model):
+    """Make kept modules and FP32 islands of torch accept any type, and the outermost of them return `dtype`."""
+    islands = [(module, True) for module in model.modules() if isinstance(module, _FP32_ISLANDS)]
+    for module, is_outermost in [*kept_modules(model), *islands]:
         yield module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
         if is_outermost:
             yield module.register_forward_hook(CastKeptOutputs(dtype), prepend=True)
@@ -317,24 +390,50 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) -> None:
+def _plain(name: str) -> str:
+    """Return the name that a parameter had before its module was parametrized."""
+    return re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", name)
+
+
+def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) -> list[tuple[Tensor, Tensor]]:
+    """Cast each tensor, in place if it is a parameter; return each buffer that was replaced, and what replaced it."""
     # `targets` keeps the tensors alive, so that no id is reused while it is looked up.
     by_id = {id(tensor): dtype for tensor, dtype in targets}
     of_grads = [(t.grad, dtype) for t, dtype in targets if t.is_leaf and t.grad is not None]
     by_id |= {id(grad): dtype for grad, dtype in of_grads}
     if any(is_sharded(t) for t, _ in targets) and all(t.dtype is by_id[id(t)] for t, _ in [*targets, *of_grads]):
-        return  # torch would swap each DTensor for itself, which it cannot while a graph has it
-    made: dict[int, Tensor] = {}
+        return []  # torch would swap each DTensor for itself, which it cannot while a graph has it
+    made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def cast(tensor: Tensor) -> Tensor:
         if id(tensor) not in by_id:
             return tensor
         if isinstance(tensor, nn.Parameter):
             return tensor.to(by_id[id(tensor)])
-        return made.setdefault(id(tensor), tensor.to(by_id[id(tensor)]))  # a buffer with several names stays one tensor
+        # A buffer with several names stays one tensor.  Gradients come here, too.
+        return made.setdefault(id(tensor), (tensor, tensor.to(by_id[id(tensor)])))[1]
 
     # Like Module.to, but with a type per tensor: parameters stay the same objects.
-    model._apply(cast)
+    with _parameters_stay_objects():
+        model._apply(cast)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants its weights in one chunk again
+    return [*made.values()]
+
+
+@contextmanager
+def _parameters_stay_objects() -> Iterator[None]:
+    """Have torch give parameters new memory, also where a user asked it for new parameters, which no optimizer has."""
+    future = torch.__future__
+    overwrites, swaps = (
+        future.get_overwrite_module_params_on_conversion(),
+        future.get_swap_module_params_on_conversion(),
+    )
+    future.set_overwrite_module_params_on_conversion(False)
+    future.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        future.set_overwrite_module_params_on_conversion(overwrites)
+        future.set_swap_module_params_on_conversion(swaps)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import EngineCasts
+from amp_engine.casting.inputs import Inputs
 from amp_engine.diagnosis.overflow_watch import OverflowWatch
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
@@ -118,6 +119,7 @@ class Initialized:
                         model,
                         dtype=None if by_fsdp2 else dtype,
                         keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
+                        inputs=Inputs(request.left_alone),
                         output_dtype=request.output_dtype if by_fsdp2 else output_dtype,
                         saves_float32=bool(policy.master_weights),
                         casts_functions=casts_functions,

@@ -1,4 +1,4 @@
-"""Find the modules that a policy names, keep them in FP32, and undo that."""
+"""Find the modules that a policy or the model itself names, keep them in FP32, and undo that."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from amp_engine.ground.distributed import has_fsdp2, is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import COMPILED, without_compiled
 from amp_engine.initialization import arguments
+from amp_engine.initialization.as_it_came import came_in_half, declared_modules
 from amp_engine.levels import levels
 
 
@@ -24,7 +25,8 @@ def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.
     """Keep modules in FP32; undone if the body raises.
 
     Args:
-        names: as in `RunPolicy.keep_float`.
+        names: as in `RunPolicy.keep_float`; modules that a model in FP32 names itself are kept as well, at levels that
+            cast the model.
         opt_level: the level at which the models are about to be initialized.
 
     Yields:
@@ -33,7 +35,14 @@ def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.
     """
     fresh: list[nn.Module] = []
     found = modules_named(arguments.as_models(models), names) if names else []
+    declared: list[nn.Module] = []
     if levels.level(opt_level).cast_model_type in LOW_PRECISION:
+        declared = [
+            module
+            for model in arguments.as_models(models)
+            if not has_fsdp2(model) and not came_in_half(model)
+            for _, module in declared_modules(model)
+        ]
         for name, (model, module) in zip(names, found, strict=True):
             if has_fsdp2(model) or any(map(is_sharded, module.parameters())):
                 raise AmpStateError(
@@ -43,7 +52,7 @@ def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.
                     "is around it."
                 )
     try:
-        for _, module in found:
+        for module in [*(module for _, module in found), *declared]:
             if not is_kept(module):
                 keep_float(module)
                 fresh.append(module)

@@ -35,6 +35,7 @@ class Request:
         wrappers: each wrapper that was passed -> the optimizer inside.
         defaults: the level's own policy.
         policy: with the overrides of this call.
+        left_alone: names of arguments of the models that are not cast; None: all of them.
         output_dtype: of floating model outputs; None: not given.
         process_group: the ranks that agree on overflows; None: not given.
         moment_dtype: of Adam's moments.
@@ -48,6 +49,7 @@ class Request:
     wrappers: dict[Any, Optimizer]
     defaults: Policy
     policy: Policy
+    left_alone: frozenset[str] | None
     output_dtype: torch.dtype | None
     process_group: ProcessGroup | None
     moment_dtype: torch.dtype
@@ -69,7 +71,7 @@ def checked(
     """The arguments of `initialize` in their own types.
 
     Args:
-        given: overrides of the level's properties, or None for no override; and `cast_model_outputs`,
+        given: overrides of the level's properties, or None for no override; and `cast_inputs`, `cast_model_outputs`,
             `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts` of `initialize`.
         hard_override: print complaints about overrides that do not fit the level instead of raising them.
         allow_half: `_amp_state.allow_incoming_model_not_fp32`.
@@ -88,6 +90,7 @@ def checked(
     outputs, moments = given["cast_model_outputs"], given["moment_dtype"]
     output_dtype = None if outputs is None else parse_dtype(outputs, "cast_model_outputs", True)
     model_list = arguments.as_models(models)
+    left_alone = arguments.as_left_alone(given["cast_inputs"], model_list)
     passed = arguments.as_optimizers(optimizers)
     skips = parse_skips(skip_on_overflow, policy)
     is_scaled = policy.loss_scale != 1.0 or skips is Skips.ALWAYS
@@ -115,6 +118,7 @@ def checked(
         wrappers,
         defaults,
         policy,
+        left_alone,
         output_dtype,
         process_group,
         moments,

@@ -22,6 +22,7 @@ from amp_engine.casting.forward_casts import cast_joining
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import is_low_precision
+from amp_engine.initialization import as_it_came
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.rows import make_for_joined
 
@@ -43,6 +44,8 @@ def hook_model(model: nn.Module) -> Iterator[RemovableHandle]:
 
 
 def _hook(module: nn.Module) -> Iterator[RemovableHandle]:
+    if not _is_hooked(module):
+        as_it_came.note(module)
     yield module.register_state_dict_pre_hook(hook_children)
     yield module.register_state_dict_post_hook(save_float32)
     yield module.register_load_state_dict_pre_hook(keep_incoming)
@@ -69,6 +72,13 @@ def _hook_if_new(module: nn.Module) -> None:
         list(_hook(module))
 
 
+def forget_types(model: nn.Module) -> None:
+    """Forget of each module that has no hooks any more which of its tensors came in half."""
+    for module in model.modules():
+        if not _is_hooked(module):
+            as_it_came.forget(module)
+
+
 def _is_hooked(module: nn.Module) -> bool:
     return any(hook is save_float32 for hook in module._state_dict_hooks.values())
 
@@ -76,14 +86,19 @@ def _is_hooked(module: nn.Module) -> bool:
 def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     """State-dict post-hook: low-precision entries become FP32 copies, exact if there is a master; tied ones share one.
 
-    With `keep_vars=True` the entries are the parameters themselves, and stay.
+    What has no master, and the type in which it came, stays as it is. With `keep_vars=True` the entries are the
+    parameters themselves, and stay.
     """
     del local_metadata
+    came = as_it_came.came_in(module)
     for name, tensor in chain(module._parameters.items(), module._buffers.items()):
         saved = state_dict.get(prefix + name)
         if tensor is None or not isinstance(saved, Tensor) or saved is tensor or not is_low_precision(saved):
             continue
-        value_f32 = exact_value(tensor) if isinstance(tensor, nn.Parameter) else None
+        param = tensor if isinstance(tensor, nn.Parameter) and next(exact_of(tensor), None) is not None else None
+        if param is None and came.get(name) is tensor.dtype:
+            continue
+        value_f32 = None if param is None else exact_value(param)
         state_dict[prefix + name] = _one_if_tied(
             state_dict, prefix + name, tensor, saved.float() if value_f32 is None else value_f32
         )

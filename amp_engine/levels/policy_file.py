@@ -65,11 +65,13 @@ class RunPolicy:
     max_loss_scale: float | None = None
     moment_dtype: torch.dtype | str | None = None
     casts: Literal["everywhere", "model"] | None = None
+    cast_inputs: bool | str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         plain = object.__setattr__
-        if isinstance(self.keep_float, list):
-            plain(self, "keep_float", tuple(self.keep_float))
+        for name in ("keep_float", "cast_inputs"):
+            if isinstance(getattr(self, name), list):
+                plain(self, name, tuple(getattr(self, name)))
         if isinstance(self.loss_scale, DynamicLossScale):
             plain(self, "loss_scale", str(self.loss_scale))
         for name in _DTYPES:
@@ -171,6 +173,8 @@ class RunPolicy:
                 f"keep_float is {self.keep_float!r}, and has to be a list of names of modules, such as "
                 '["encoder.norm"].'
             )
+        if isinstance(self.cast_inputs, tuple) and not all(isinstance(name, str) for name in self.cast_inputs):
+            raise AmpValueError(f"cast_inputs is {self.cast_inputs!r}, and has to be {_TYPES['cast_inputs'][1]}.")
         if self.opt_level not in levels.LEVELS and self.opt_level not in RECIPES:
             raise AmpValueError(f"opt_level is {self.opt_level!r}, and has to be one of {', '.join(levels.LEVELS)}.")
         try:
@@ -203,6 +207,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "max_loss_scale": _NUMBER,
     "moment_dtype": ((str,), 'a type such as "bfloat16"'),
     "casts": ((str,), '"everywhere" or "model"'),
+    "cast_inputs": ((bool, str, tuple), 'true, false or a list of names of arguments, such as ["timestep"]'),
 }
 _EXAMPLE = f'Write for example {{"format": {FORMAT}, "opt_level": "O2", "keep_float": ["encoder.norm"]}}.'
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,14 +40,66 @@ def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
     )
 
 
-def beyond_float16(level: str, names: list[str]) -> str:
-    """Message: finite parameters become infinite in the model."""
-    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"Warning:  at {level} values beyond 65504, the largest float16, become infinite, of {', '.join(names[:3])}"
-        f"{others}.  Take opt_level='O5', whose bfloat16 has the range, or call amp.keep_float(module) on what has "
-        "them before amp.initialize."
-    )
+@dataclass(frozen=True)
+class LostValues:
+    """Names of parameters and buffers whose values a cast to half loses.
+
+    Attributes:
+        infinite: those with finite values that become infinite.
+        zero: buffers with values that become 0, parameters of which all do.
+        whole: buffers of whole numbers, of which some become others.
+    """
+
+    infinite: list[str] = field(default_factory=list)
+    zero: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FP32Parts:
+    """What a cast to half leaves in FP32.
+
+    Attributes:
+        came: the low-precision type that the model came in; None if it came in FP32.
+        stay: names of parameters and buffers.
+        declared: names of modules and parameters that the model itself names.
+    """
+
+    came: torch.dtype | None = None
+    stay: Sequence[str] = ()
+    declared: Sequence[str] = ()
+
+
+def lost_values(level: str, dtype: torch.dtype | None, lost: LostValues) -> Iterator[str]:
+    """Messages: the cast makes parameters or buffers infinite, 0 or other whole numbers."""
+    if dtype is None:
+        return
+    info, name = torch.finfo(dtype), dtype_name(dtype)
+    keep = "call amp.keep_float(module) on what has them before amp.initialize"
+    wider = f"Take opt_level='O5', whose bfloat16 has the range, or {keep}"
+    if lost.infinite:
+        largest = f"values beyond {info.max:.6g}, the largest {name}"
+        yield f"Warning:  at {level} {largest}, become infinite, of {_some(lost.infinite)}.  {wider}."
+    if lost.zero:
+        smallest = f"values below {info.smallest_normal * info.eps:.2g}, the smallest {name}"
+        yield f"Warning:  at {level} {smallest}, become 0, of {_some(lost.zero)}.  {wider}."
+    if lost.whole:
+        beyond = f"whole numbers beyond {2 / info.eps:.0f}, of which {name} has not all"
+        yield f"Warning:  at {level} {beyond}, change, of {_some(lost.whole)}.  {keep[0].upper()}{keep[1:]}."
+
+
+def fp32_parts(parts: FP32Parts) -> Iterator[str]:
+    """Messages: what stays FP32 in a model that is cast."""
+    if parts.declared:
+        yield f"Note:  {_some(parts.declared)} stay FP32, as _keep_in_fp32_modules of the model says."
+    if parts.stay and parts.came is not None:
+        yield f"Note:  the model came in {dtype_name(parts.came)}, and what came in FP32 stays so: {_some(parts.stay)}."
+    if parts.stay and parts.came is None:
+        yield f"Note:  buffers of the model's own modules stay FP32: {_some(parts.stay)}."
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:

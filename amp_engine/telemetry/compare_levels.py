@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting import in_force
+from amp_engine.casting.forward_casts import casts_of
+from amp_engine.casting.inputs import arguments_of, floats_in
 from amp_engine.diagnosis.put_back import put_back, randomness
 from amp_engine.diagnosis.rehearsal import check_shapes
 from amp_engine.diagnosis.relative_error import Distance, distance, roundoff, stored
@@ -71,6 +73,7 @@ class Trials:
         self._reference_policy = as_policy(reference)
         self._reference: _Run | None = None
         self._restore_randomness = randomness(reachable([step_fn, model]))
+        self.given: dict[str, None] = {}  # of the model's forward: those that had floating tensors
         self._last_fit: int | None = None  # exponent of the last loss scale that a search found
 
     def compare(self, policy: RunPolicy, operations: bool = True) -> LevelComparison:
@@ -108,9 +111,12 @@ class Trials:
         """Run one batch of a copy, by default at the policy's initial loss scale; follow operations if `looks`."""
         self._restore_randomness()
         model, recipe = self._copied(), RECIPES.get(policy.opt_level)
+        model.register_forward_pre_hook(self._note_arguments, with_kwargs=True)
         base = replace(policy, opt_level=levels.beneath(policy.opt_level))
         with Engine() as engine, torch.compiler.set_stance("force_eager"):
             engine.initialize(model, policy=base, opt_level=base.opt_level, verbosity=0)
+            if (casts := casts_of(model)) is not None:
+                casts.of_model.be_quiet()
             decided, scaler = engine.policy, engine.scalers[0]
             assert decided is not None
             scale = scaler.loss_scale() if loss_scale is None else loss_scale
@@ -129,6 +135,10 @@ class Trials:
                 if emulation is not None:
                     emulation.end()
             return _Run(loss.detach().sum(), gradients, scale, scaler.dynamic, name, unit, follower)
+
+    def _note_arguments(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = {**dict(zip(arguments_of(type(model)), args, strict=False)), **kwargs}
+        self.given.update(dict.fromkeys(name for name, value in named.items() if floats_in(value)))
 
     def _follower(
         self, model: nn.Module, roundoff: float, scale: float, emulation: Emulation | None

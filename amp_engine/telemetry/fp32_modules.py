@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from amp_engine.errors import AmpTypeError, AmpValueError
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.levels import levels
 from amp_engine.levels.policy_file import RunPolicy
 from amp_engine.page.page import Page, Section, Sentence
 from amp_engine.telemetry.compare_levels import StepFn, Trials, as_policy
@@ -37,7 +39,8 @@ class FP32Modules:
 
     Attributes:
         modules: their names, in the order of suspicion; empty if none is needed, or if keeping modules does not help.
-        policy: the level's policy with these modules, for `initialize`; a recipe's is for `amp.compare_levels`.
+        policy: the level's policy with these modules, for `initialize`; a recipe's is for `amp.compare_levels`. If the
+            cast of the inputs is the cause, its `cast_inputs` names the arguments to leave alone.
         before: the comparison without these modules kept.
         after: the comparison with these modules kept; `before` if there are none.
         is_acceptable: True if `after` is good enough.
@@ -46,6 +49,7 @@ class FP32Modules:
         runs: number of runs of the level, without those of the reference.
         failures: number of runs that raised, because types do not fit each other; they count as not acceptable.
         failure: the message of the first failure.
+        uncast: names of the model's arguments whose cast is the cause; `policy` leaves them alone.
     """
 
     modules: tuple[str, ...]
@@ -58,6 +62,7 @@ class FP32Modules:
     runs: int
     failures: int = 0
     failure: str | None = None
+    uncast: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy file, for `amp.initialize(model, optimizer, policy=path)`, which refuses a recipe's policy.
@@ -76,19 +81,21 @@ class FP32Modules:
                 f"Keeping modules in FP32 does not help {level}: with the whole model kept {_errors(self.after)}.  "
                 f"Look outside of the model: at the loss function, and at the data.  {runs}.{raised}"
             )
-        if not self.modules:
+        if self.after is self.before:
             return f"{level} needs no module in FP32: {_errors(self.after)}.  {runs}."
-        names = ", ".join(name or "the whole model" for name in self.modules)
-        is_one = len(self.modules) == 1
-        minimal = "Without it" if is_one else "Without any one of them"
+        needs = [f"{', '.join(name or 'the whole model' for name in self.modules)} in FP32"] if self.modules else []
+        if self.uncast:
+            are = "the input" if len(self.uncast) == 1 else "the inputs"
+            needs.insert(0, f"{are} {', '.join(self.uncast)} as given, by cast_inputs={[*self.uncast]}")
+        minimal = "Without it" if len(self.modules) + len(self.uncast) == 1 else "Without any one of them"
         proven = (
             f"{minimal} {level} is not acceptable."
             if self.is_minimal
             else f"Whether fewer are enough was not settled within {runs}; raise max_runs."
         )
         return (
-            f"{level} needs {names} in FP32: then {_errors(self.after)}; before {_errors(self.before)}.  {proven}  "
-            f"{runs}.{raised}"
+            f"{level} needs {', and '.join(needs)}: then {_errors(self.after)}; before {_errors(self.before)}.  "
+            f"{proven}  {runs}.{raised}"
         )
 
     def _repr_html_(self) -> str:
@@ -108,13 +115,17 @@ class _Search:
         self.runs = self.failures = 0
         self.failure: str | None = None
         self.best: Sequence[str] = (WHOLE,)  # the shortest list that is known to be enough
+        self.uncast: tuple[str, ...] = ()  # arguments that are left alone
         self._trials, self._policy, self._accept = trials, policy, accept
         self._looks_at_operations, self._max_runs = looks_at_operations, max_runs
-        self._known: dict[frozenset[str], bool] = {}
+        self._known: dict[tuple[frozenset[str], tuple[str, ...]], bool] = {}
 
     def with_kept(self, names: Sequence[str]) -> RunPolicy:
-        """The policy with these modules also kept."""
-        return dataclasses.replace(self._policy, keep_float=tuple(dict.fromkeys((*self._policy.keep_float, *names))))
+        """The policy with these modules also kept, and arguments left alone."""
+        kept = tuple(dict.fromkeys((*self._policy.keep_float, *names)))
+        if self.uncast:
+            return dataclasses.replace(self._policy, keep_float=kept, cast_inputs=self.uncast)
+        return dataclasses.replace(self._policy, keep_float=kept)
 
     def compare(self, names: Sequence[str], operations: bool = True) -> LevelComparison:
         """Run the level once, and count the run. Passes on errors of the run."""
@@ -123,13 +134,13 @@ class _Search:
 
     def is_enough(self, names: Sequence[str]) -> bool:
         """True if the level is good enough with these modules kept. Raises _OutOfRunsError."""
-        key = frozenset(names)
+        key = frozenset(names), self.uncast
         if key not in self._known:
             if self.runs >= self._max_runs - 1:  # the last run is for the final comparison
                 raise _OutOfRunsError
             found = self._tried(names)
             self._known[key] = found is not None and bool(self._accept(found))
-        if self._known[key] and (WHOLE in self.best or len(key) < len(self.best)):
+        if self._known[key] and (WHOLE in self.best or len(key[0]) < len(self.best)):
             self.best = [*dict.fromkeys(names)]
         return self._known[key]
 
@@ -161,6 +172,24 @@ class _Search:
         except _OutOfRunsError:
             return False
         return True
+
+    def without_inputs(self, arguments: Sequence[str], candidates: Sequence[str], singles: int) -> bool:
+        """Look for a small list of modules that is enough where these arguments are left alone; the whole model else.
+
+        Returns True if no module and no argument can be left out.
+        """
+        self.uncast = tuple(arguments)
+        try:
+            is_minimal = self.is_enough([]) or self.smallest(candidates, singles)
+            for one in arguments if WHOLE not in self.best and len(arguments) > 1 else ():
+                before, self.uncast = self.uncast, tuple(name for name in self.uncast if name != one)
+                if not (self.uncast and self.is_enough(self.best)):
+                    self.uncast = before
+        except _OutOfRunsError:
+            is_minimal = False
+        if WHOLE in self.best:
+            self.uncast = ()
+        return is_minimal
 
 
 def find_fp32_modules(
@@ -196,6 +225,9 @@ def find_fp32_modules(
         A frozen record; `str()` is a sentence, `.modules` the names, `.before` and `.after` the comparisons, `.policy`
         the policy to initialize with. The list is empty if the level needs no module, or if even the whole model in
         FP32 is not acceptable; `.is_acceptable` distinguishes the two.
+
+    If only the whole model in FP32 is enough, the search is done again with inputs that are not cast: `uncast` names
+    the arguments whose cast is the cause, such as a time step of 937 that is 936 in bfloat16.
 
     The search tries modules whose own operations took or gave half, in the order of their largest growth (see
     `amp.compare_levels`): the first 8 alone, then the first 2, 4, 8, ... together, until they are enough. Delta
@@ -238,11 +270,19 @@ def find_fp32_modules(
         failed = search.failures, search.failure
         return FP32Modules((), policy, before, after, False, False, limit, search.runs, *failed)
     first, later = _candidates(before.modules, policy)
-    is_minimal = search.smallest([*first, *later], min(SINGLES, len(first), max(1, max_runs // 4)))
+    candidates, singles = [*first, *later], min(SINGLES, len(first), max(1, max_runs // 4))
+    is_minimal = search.smallest(candidates, singles)
+    if WHOLE in search.best and _casts_inputs(policy) and trials.given:
+        is_minimal = search.without_inputs([*trials.given], candidates, singles)
     after = search.compare(search.best)
     found = tuple(search.best)
-    failed = search.failures, search.failure
-    return FP32Modules(found, search.with_kept(found), before, after, True, is_minimal, limit, search.runs, *failed)
+    facts = search.runs, search.failures, search.failure, search.uncast
+    return FP32Modules(found, search.with_kept(found), before, after, True, is_minimal, limit, *facts)
+
+
+def _casts_inputs(policy: RunPolicy) -> bool:
+    level = levels.level(levels.beneath(policy.opt_level))
+    return level.cast_model_type in LOW_PRECISION and policy.cast_inputs in (None, True)
 
 
 def _candidates(modules: Sequence[ComparedModule], policy: RunPolicy) -> tuple[list[str], list[str]]:

@@ -477,3 +477,120 @@ def test_an_object_that_refuses_copies_comes_back_as_it_is() -> None:
     model = amp.initialize(GivesPosition(lambda **fields: Uncopied(**fields)), opt_level="O2", verbosity=0)
     result = model(types.SimpleNamespace(position=torch.ones(4, 3), index=3))
     assert (type(result), result.position.dtype) == (Uncopied, torch.float16)
+
+
+# --- what a forward writes into its inputs -----------------------------------------------------------
+
+
+class Record(dict):
+    """Attributes are items: `__getattr__` raises KeyError for names that are no items."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Namespace(dict):
+    """Attributes are items: one dictionary holds both."""
+
+    def __init__(self, *args: Any, **items: Any) -> None:
+        super().__init__(*args, **items)
+        self.__dict__ = self
+
+
+class Rows(Around):
+    """Like a TensorDict: iterates over rows, not keys, and `to` gives a copy, even of what has the type."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(2))
+
+    def keys(self) -> Any:
+        return self._items.keys()
+
+    def items(self) -> Any:
+        return self._items.items()
+
+    def values(self) -> Any:
+        return self._items.values()
+
+    def to(self, dtype: torch.dtype) -> Rows:
+        return Rows({key: item.to(dtype) for key, item in self._items.items()})
+
+
+class Writing(nn.Module):
+    """Reads `x` of a batch, writes `y` and replaces `z`, takes `gone` out, and returns the batch."""
+
+    def __init__(self, attributes: bool = False) -> None:
+        super().__init__()
+        self.layer, self.attributes = nn.Linear(2, 2), attributes
+
+    def forward(self, batch: Any, also: Any = None) -> Any:
+        x = batch.x if self.attributes else batch["x"]
+        batch["y"] = self.layer(x)
+        batch["z"] = batch["z"] + 1
+        del batch["gone"]
+        return batch if also is None else (batch, x)
+
+
+def batch_of(kind: Any, dtype: torch.dtype) -> Any:
+    names = ("x", "z", "gone")
+    return kind({name: tensor(dtype) for name in names})
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.UserDict, Around, Rows, Record, Namespace])
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+@pytest.mark.parametrize("also", [None, 1])
+def test_what_a_forward_writes_into_a_mapping_is_in_the_users(level: str, kind: Any, dtype: Any, also: Any) -> None:
+    model = amp.initialize(Writing(), opt_level=level, verbosity=0)
+    given = batch_of(kind, dtype or WEIGHT_DTYPE[level])
+    x = given["x"]
+    output = model(given) if also is None else model(given, also)[0]
+    assert output is given
+    assert given["x"] is x
+    assert set(given.keys()) == {"x", "y", "z"}
+    assert given["y"].dtype is given["z"].dtype is torch.float32
+    torch.testing.assert_close(given["y"], model.layer(x.float()), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("kind", [Record, Namespace])
+def test_a_dictionary_with_attributes_shows_the_cast_items_by_both(level: str, kind: Any) -> None:
+    model = amp.initialize(Writing(attributes=True), opt_level=level, verbosity=0)
+    given = batch_of(kind, torch.float32)
+    model(given)
+    assert given.y is given["y"]
+    assert given.x.dtype is torch.float32
+
+
+def test_a_mapping_within_a_mapping_is_written_too() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            batch["inner"]["y"] = self.layer(batch["inner"]["x"])
+            return batch["inner"]["y"]
+
+    model = amp.initialize(Inner(), opt_level="O5", verbosity=0)
+    inner = {"x": tensor()}
+    given = {"inner": inner, "other": 1}
+    model(given)
+    assert given["inner"] is inner
+    assert inner["y"].dtype is inner["x"].dtype is torch.float32
+
+
+def test_an_object_whose_tensors_have_the_type_is_not_copied() -> None:
+    model = amp.initialize(Passing(), opt_level="O5", verbosity=0)
+    given = Batch(tensor(torch.bfloat16))
+    model(given)
+    assert model.arrived is given
+    model(Batch(tensor()))
+    assert model.arrived.note == "cast"
+
+
+def test_a_compiled_model_writes_into_the_users_dictionary(dynamo: None) -> None:
+    model = amp.initialize(Writing(), opt_level="O5", verbosity=0)
+    given = batch_of(dict, torch.float32)
+    torch.compile(model, backend="eager", fullgraph=True)(given)
+    assert given["y"].dtype is torch.float32

@@ -24,7 +24,7 @@ class Reference:
     def __init__(self, models: list[Any], groups: Any, make: list[Any], scalers: list[Scaler], start: Any) -> None:
         level, self.adopt, self.skips = start["level"], start["adopt"], start["skips"] is True
         self.level, self.scalers = level, scalers
-        arrives = getattr(torch, start.get("half") or "float32")
+        self.arrives = arrives = getattr(torch, start.get("half") or "float32")
         casts = level not in ("O1", "O4")
         self.by_master = level in ("O2", "O5") or (arrives is not torch.float32 and not casts)
         self.skips_read = start["skips"] == "auto" and self.by_master and HALF[level] is torch.bfloat16
@@ -139,9 +139,11 @@ class Reference:
 
     @torch.no_grad()
     def saved(self, name: str) -> Tensor:
-        """The FP32 value of a parameter: what a checkpoint has. What its model computes with."""
+        """What a checkpoint has: the FP32 value of a parameter, or itself if it came in its type and has no master."""
         param, master = self.params[name], self.masters.get(name)
-        if master is None or name in self.moved:
+        if master is None:
+            return param.detach() if param.dtype is self.arrives else param.float()
+        if name in self.moved:
             return param.float()
         if name in self.written:
             return master.detach()

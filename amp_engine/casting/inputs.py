@@ -1,0 +1,169 @@
+"""Casts the inputs of a model, but for arguments that are left alone, and warns where the cast loses what they say."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine.casting import in_force
+from amp_engine.errors import AmpWarning
+from amp_engine.ground.containers import cast_tensors, map_tensors
+from amp_engine.ground.devices import HostNumbers, is_capturing
+from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name
+from amp_engine.ground.messages import users_stacklevel
+from amp_engine.ground.torch_private import current_dispatch_mode, functorch_level
+
+CALLS = 3
+"""The casts of an argument are looked at in so many calls."""
+
+_LOST = (
+    "changed whole numbers: {dtype} holds them up to {whole}",
+    "made distinct values equal: they lie closer together than numbers in {dtype} do",
+)
+
+
+class Inputs:
+    """The casts of one model's inputs. Copies and pickles of it look at inputs anew.
+
+    Args:
+        left_alone: names of arguments of the forward that are not cast; None: all are left alone.
+    """
+
+    def __init__(self, left_alone: frozenset[str] | None = frozenset()) -> None:
+        self.left_alone = left_alone
+        self._names: dict[type, list[str]] = {}  # by class: the positional arguments of its forward
+        self._looked: dict[type, int] = {}  # by class: the number of calls whose casts were looked at
+        self._is_quiet = False
+        self._sent: list[tuple[str, type, torch.dtype, HostNumbers]] = []
+        self.lost: dict[tuple[type, str], str] = {}  # by class and argument: a sentence, without its end
+
+    def __reduce__(self) -> tuple[type[Inputs], tuple[frozenset[str] | None]]:
+        return Inputs, (self.left_alone,)
+
+    def be_quiet(self) -> None:
+        """Look at no cast, and warn of none."""
+        self._is_quiet = True
+
+    def cast(
+        self, dtype: torch.dtype, of: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast the floating arguments of a forward of the class `of` to `dtype`. No host sync."""
+        if self.left_alone is None:
+            return args, kwargs
+        looks = not torch.compiler.is_compiling() and self._looks_at(of, dtype)
+        if not (looks or self.left_alone):
+            return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+        names = [*self._positional(of, len(args)), *kwargs]
+        given = [*args, *kwargs.values()]
+        cast = [
+            one if name in self.left_alone else cast_tensors(one, dtype) for name, one in zip(names, given, strict=True)
+        ]
+        if looks:
+            for name, new, old in zip(names, cast, given, strict=True):
+                if new is not old:
+                    self._look(name, of, dtype, old)
+            self._warn_of_arrived()
+        return tuple(cast[: len(args)]), dict(zip(kwargs, cast[len(args) :], strict=True))
+
+    def _looks_at(self, of: type, dtype: torch.dtype) -> bool:
+        if self._sent:
+            self._warn_of_arrived()
+        looked = self._looked.get(of, 0)
+        if looked >= CALLS or self._is_quiet or dtype not in LOW_PRECISION:
+            return False
+        if current_dispatch_mode() is not None or in_force.current() is not None:  # which would see what we do
+            return False
+        self._looked[of] = looked + 1
+        return True
+
+    def _positional(self, of: type, count: int) -> list[str]:
+        if of not in self._names:
+            self._names[of] = arguments_of(of)
+        names = self._names[of]
+        return names[:count] + [f"args[{i}]" for i in range(count - len(names))]
+
+    def _look(self, name: str, of: type, dtype: torch.dtype, value: Any) -> None:
+        for tensor in floats_in(value):
+            if tensor.dtype not in LOW_PRECISION and _is_readable(tensor):
+                self._sent.append((name, of, dtype, HostNumbers(lost(tensor, dtype))))
+
+    def _warn_of_arrived(self) -> None:
+        """Warn, once by argument, of the casts whose flags have come to the host."""
+        arrived = [one for one in self._sent if one[-1].is_known()]
+        for one in arrived:
+            self._sent.remove(one)
+            name, of, dtype, flags = one
+            if any(flags.values or ()) and (of, name) not in self.lost:
+                self.lost[of, name] = said = _said(name, of, dtype, [flag != 0 for flag in flags.values or ()])
+                warnings.warn(
+                    f"{said[0].upper()}{said[1:]}.  Pass cast_inputs=[{name!r}] to amp.initialize, which leaves it "
+                    "alone; where a layer takes it as it is, keep that layer in FP32 as well, by "
+                    "amp.keep_float(layer) before amp.initialize.",
+                    AmpWarning,
+                    stacklevel=users_stacklevel(),
+                )
+
+
+def arguments_of(of: type) -> list[str]:
+    """Return the names of the positional arguments of a class's forward, without `self`."""
+    parameters = list(inspect.signature(of.forward).parameters.values())[1:]  # type: ignore[attr-defined]
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def lost(given: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a cast to `dtype` loses, as flags: whole numbers, distinct values. float32, shape [2].
+
+    Values are compared by column, the last dimension, where there are four rows or more, else all of them. Columns are
+    looked at that consist of whole numbers, or that lie within four spacings of `dtype`: of those the cast leaves less
+    than two bits. Differences of FP32's own rounding do not count. Looks at 4096 rows. No host sync.
+    """
+    with torch.no_grad():
+        rows = given.detach().reshape(-1, given.shape[-1]) if given.dim() > 1 else given.detach().reshape(-1, 1)
+        rows = (rows if len(rows) >= 4 else rows.reshape(-1, 1))[:4096]
+        cast = rows.to(dtype).to(rows.dtype)
+        high, low = rows.amax(0), rows.amin(0)
+        most, spread = torch.maximum(high.abs(), low.abs()), high - low
+        is_whole = (rows == rows.round()).all(0) & (most <= 2.0**24)
+        whole = is_whole & (rows != cast).any(0)
+        order = rows.sort(0).values
+        rounded = order.to(dtype)
+        merges = ((order[1:] != order[:-1]) & (rounded[1:] == rounded[:-1])).any(0)
+        is_narrow = (spread < 4 * torch.finfo(dtype).eps * most) | (cast.amax(0) == cast.amin(0))
+        is_noise = spread <= 16 * torch.finfo(torch.float32).eps * most
+        return torch.stack([whole.any(), (merges & is_narrow & ~is_noise).any()]).float()
+
+
+def floats_in(value: Any) -> list[Tensor]:
+    """Return the floating tensors in an argument."""
+    found: list[Tensor] = []
+
+    def note(one: Any) -> Any:
+        if isinstance(one, Tensor) and one.is_floating_point():
+            found.append(one)
+        return one
+
+    map_tensors(value, note)
+    return found
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """True for plain tensors with values that can be looked at now."""
+    return (
+        type(tensor) is Tensor
+        and not (torch.jit.is_tracing() or is_capturing(tensor.device))  # type: ignore[attr-defined]
+        and functorch_level() is None
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested)
+        and tensor.numel() > 0
+    )
+
+
+def _said(name: str, of: type, dtype: torch.dtype, flags: list[bool]) -> str:
+    info = torch.finfo(dtype)
+    facts = {"dtype": dtype_name(dtype), "whole": int(2 / info.eps)}
+    found = " and ".join(text.format(**facts) for text, flag in zip(_LOST, flags, strict=True) if flag)
+    return f"the cast of the argument {name!r} of {of.__name__} to {dtype_name(dtype)} {found}"

@@ -1,0 +1,72 @@
+"""What `initialize` tells of a cast to half: values that it loses, and what stays FP32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.casting.keep_float import is_kept
+from amp_engine.ground.distributed import is_sharded
+from amp_engine.ground.dtypes import LOW_PRECISION, is_low_precision
+from amp_engine.ground.torch_private import BatchNormBase
+from amp_engine.initialization.as_it_came import came_in_half, declared_modules, declared_parameters
+from amp_engine.initialization.cast_model import cast_targets
+from amp_engine.levels.policy import Policy
+from amp_engine.levels.report import FP32Parts, LostValues
+
+_INFINITE = 65520.0  # rounds to inf in float16: midpoint of its largest number and the one that would follow
+_ZERO = 2.0**-25  # half of float16's smallest number: a tie, which rounds to even, so to 0
+
+
+def lost_values(models: Sequence[nn.Module], policy: Policy) -> LostValues:
+    """Name parameters and buffers whose values the cast loses. Waits for the device.
+
+    Of parameters only those are looked at that float16 cannot hold: bfloat16 has the range of float32.
+    """
+    dtype, lost = policy.cast_model_type, LostValues()
+    if dtype not in LOW_PRECISION:
+        return lost
+    for model in models:
+        targets = cast_targets(model, dtype, bool(policy.keep_batchnorm_fp32))
+        cast = {id(t) for t, to in targets if to is not t.dtype and t.numel() and not (is_sharded(t) or t.is_meta)}
+        params = {name: p.detach() for name, p in model.named_parameters() if id(p) in cast}
+        largest = torch._foreach_norm([*params.values()], float("inf")) if params and dtype is torch.float16 else []
+        for name, most in zip(params, map(float, largest), strict=False):
+            if _INFINITE <= most < math.inf:
+                lost.infinite.append(name)
+            if 0 < most <= _ZERO:
+                lost.zero.append(name)
+        for name, buffer in model.named_buffers():
+            if id(buffer) in cast:
+                after = buffer.to(dtype).to(buffer.dtype)
+                if (buffer.isfinite() & ~after.isfinite()).any():
+                    lost.infinite.append(name)
+                if ((buffer != 0) & (after == 0)).any():
+                    lost.zero.append(name)
+                if (buffer == buffer.round()).all() and ((buffer != after) & after.isfinite()).any():
+                    lost.whole.append(name)
+    return lost
+
+
+def fp32_parts(model: nn.Module, policy: Policy) -> FP32Parts:
+    """Name what the cast leaves in FP32, but for batch norms and what was passed to `keep_float`."""
+    dtype = policy.cast_model_type
+    if dtype not in LOW_PRECISION:
+        return FP32Parts()
+    came = next((p.dtype for p in model.parameters() if is_low_precision(p)), None) if came_in_half(model) else None
+    declared = {} if came else {**dict(declared_modules(model)), **dict(declared_parameters(model))}
+    targets = cast_targets(model, dtype, bool(policy.keep_batchnorm_fp32))
+    stay = {id(t) for t, to in targets if to is t.dtype and not is_low_precision(t)}
+    said = {id(t) for m in model.modules() if is_kept(m) or isinstance(m, BatchNormBase) for t in _tensors(m)}
+    said |= {id(one) for one in declared.values()}
+    named = chain(model.named_parameters(), model.named_buffers())
+    return FP32Parts(came, [name for name, t in named if id(t) in stay - said], [*declared])
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

@@ -1,0 +1,179 @@
+"""Layers of torch in a cast model take inputs in the type of their weights; other mixes of types are explained."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from amp_engine import AmpStateError, amp
+from tests.support import HALF, assert_bitwise, backward
+
+HALF_LEVELS = ("O2", "O3", "O5")
+X = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+LAYERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "Linear": (lambda: nn.Linear(8, 4), (X,)),
+    "Bilinear": (lambda: nn.Bilinear(8, 8, 4), (X, X)),
+    "Conv1d": (lambda: nn.Conv1d(8, 4, 3), (X,)),
+    "Conv2d": (lambda: nn.Conv2d(2, 4, 3), (X,)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(8, 4, 3), (X,)),
+    "LayerNorm": (lambda: nn.LayerNorm(8), (X,)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 8), (X,)),
+    "PReLU": (lambda: nn.PReLU(8), (X,)),
+    "LSTM": (lambda: nn.LSTM(8, 4), (X,)),
+    "GRU with a state": (lambda: nn.GRU(8, 4), (X, torch.zeros(1, 8, 4))),
+    "LSTM with states": (lambda: nn.LSTM(8, 4), (X, (torch.zeros(1, 8, 4), torch.zeros(1, 8, 4)))),
+    "LSTM, packed": (lambda: nn.LSTM(8, 4), (pack_padded_sequence(X, torch.tensor([2, 1] * 4), enforce_sorted=False),)),
+    "GRUCell": (lambda: nn.GRUCell(8, 4), (X[0],)),
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(8, 2), (X, X, X)),
+    "Linear, parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)), (X,)),
+}
+
+
+class Around(nn.Module):
+    """Gives a layer what it was given, after `change`."""
+
+    def __init__(self, layer: nn.Module, change: Any) -> None:
+        super().__init__()
+        self.first, self.layer, self.change = nn.Linear(1, 1), layer, change
+
+    def forward(self, *args: Any) -> Any:
+        return self.layer(*(self.change(arg) for arg in args))
+
+
+def first_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else first_tensor(value[0])
+
+
+def to(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, Tensor) or hasattr(value, "batch_sizes"):
+        return value.to(dtype)
+    return tuple(item.to(dtype) for item in value)
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_half_layer_takes_fp32_that_a_forward_made(level: str, name: str) -> None:
+    make, given = LAYERS[name]
+    torch.manual_seed(0)
+    model = Around(make().eval(), lambda arg: to(torch.float32, arg)).eval()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    ours = first_tensor(model(*given))
+    half = HALF[level]
+    assert_bitwise(ours, first_tensor(model.layer(*(to(half, arg) for arg in given))))
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_fp32_layer_of_a_half_model_takes_half_and_gives_half(level: str, name: str) -> None:
+    make, given = LAYERS[name]
+    half = HALF[level]
+    torch.manual_seed(0)
+    layer = make().eval()
+    expected = first_tensor(layer(*(to(torch.float32, to(half, arg)) for arg in given)))
+    model = Around(layer, lambda arg: to(half, arg)).eval()
+    model.first.to(half)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    seen = []
+    layer.register_forward_hook(lambda module, args, output: seen.append(first_tensor(output).dtype))
+    ours = first_tensor(model(*given))
+    assert seen == [half]
+    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_flow_through_the_casts_of_a_layer() -> None:
+    model = Around(nn.Linear(8, 4), lambda arg: arg.float())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    x = X.clone().requires_grad_()
+    backward(model(x).square().mean(), optimizer)
+    assert x.grad is not None
+    assert x.grad.dtype is torch.float32
+    assert x.grad.any()
+
+
+def test_a_layer_of_ones_own_may_mix_types() -> None:
+    class Widening(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.given = Widening(8), []
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.norm(x))
+            self.given.append(x.dtype)
+            return x
+
+    model = amp.initialize(Model(), opt_level="O5", verbosity=0)
+    model(X)
+    assert model.given == [torch.float32]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_levels_that_cast_functions_leave_layers_alone(level: str) -> None:
+    model = Around(nn.Linear(8, 4), lambda arg: arg.half())
+    amp.initialize(model, opt_level=level, verbosity=0, casts="model")
+    assert model(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv1d", "LayerNorm"])
+def test_a_compiled_model_has_the_casts_of_its_layers(name: str, dynamo: None) -> None:
+    make, given = LAYERS[name]
+    model = Around(make(), lambda arg: arg.float())
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    expected = model(*given)
+    assert_bitwise(torch.compile(model, backend="eager", fullgraph=True)(*given), expected)
+
+
+# --- the message ---------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.rand(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ x.mT + self.mask
+        return scores.softmax(-1) @ x
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+def test_a_mix_of_types_names_the_module_the_line_its_buffers_and_what_to_type(level: str) -> None:
+    model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(8, 8), Mixing())})
+    model.forward = None  # type: ignore[method-assign, assignment]
+    del model.forward
+    amp.initialize(model["block"], opt_level=level, verbosity=0)
+    with pytest.raises(AmpStateError) as caught:
+        model["block"](X)
+    text, half = str(caught.value), str(HALF[level])[len("torch.") :]
+    assert text.startswith(f"Mixing '1' gave an operation both float32 and {half}, at {__file__}:")
+    assert "Its FP32 buffers may be the cause: mask." in text
+    assert f"Write .to(torch.{half}) there, or call amp.keep_float(model.1) before amp.initialize" in text
+    other = {"float16": "O1", "bfloat16": "O4"}[half]
+    assert f"or choose opt_level='{other}'" in text
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_other_errors_of_a_forward_stay_as_they_are() -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[..., :3])
+
+    model = amp.initialize(Wrong(), opt_level="O5", verbosity=0)
+    with pytest.raises(RuntimeError, match=re.escape("shapes cannot be multiplied")) as caught:
+        model(X)
+    assert type(caught.value) is RuntimeError

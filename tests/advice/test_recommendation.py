@@ -78,6 +78,11 @@ def test_speeds_on_a_busy_machine_are_no_reason_to_stay():
         ({"is_finite": False, "agrees": False}, "its losses are not finite"),
         ({"skips": 11}, "it skipped 11 of 20 steps"),
         ({"agrees": False, "difference": 0.5}, "its losses differ by 50.0 %"),
+        (
+            {"agrees": False, "difference": 0.5, "inputs": ("the cast of the argument 'x' changed whole numbers",)},
+            "its losses differ by 50.0 %; the cast of the argument 'x' changed whole numbers, see cast_inputs of "
+            "amp.initialize",
+        ),
         ({"lost": 0.011}, "it loses 1.1 % of gradient values"),
     ],
 )

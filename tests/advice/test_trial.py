@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,25 @@ def test_a_script_runs_at_the_level_of_the_trial_and_ends_after_its_steps(level,
     assert (trial.dropped, trial.error, trial.out_of_time, trial.skips) == ((), None, False, 0)
     assert "thread" in trial.machine
     assert trial.lacks == (cpu_lacks(HALF[level]) if level in HALF else None)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_trial_has_the_inputs_whose_cast_lost_what_they_say(level, bench):
+    one = bench(level)
+    model, optimizer = one.engine.initialize(*parts(), opt_level="O1", verbosity=0)
+
+    def script() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(9):
+                with one.engine.scale_loss(model(torch.full((3, 4), 1001.0)).sum(), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+
+    with pytest.raises(SystemExit):
+        script()
+    said = "the cast of the argument 'input' of Sequential to bfloat16 changed whole numbers: bfloat16 holds them up to"
+    assert one.trial.inputs == ((f"{said} 256",) if level == "O5" else ())
 
 
 def test_the_first_losses_of_all_levels_are_nearly_those_of_o0(bench):

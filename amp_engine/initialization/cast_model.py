@@ -29,6 +29,7 @@ from amp_engine.casting.forward_casts import (
 )
 from amp_engine.casting.inputs import Inputs
 from amp_engine.casting.keep_float import cast_functions_in, is_kept, kept_modules, remove_hooks
+from amp_engine.casting.one_type import is_layer
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.containers import cast_tensors
 from amp_engine.ground.distributed import fsdp2_param_dtypes, is_any_sharded, is_fsdp2, is_sharded
@@ -167,18 +168,20 @@ class CastModel:
         # Each module whose forward casts, its casts, and the casts that it had before.
         self._cast_modules: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:
-            computes = None
+            computes, follow = None, False
             if dtype in LOW_PRECISION or saves_float32:
                 self._handles += hook_model(model)
             if dtype is not None:
                 targets = cast_targets(model, dtype, keep_batchnorm_fp32)
+                came_in_float32 = dtype in LOW_PRECISION and not came_in_half(model)
+                buffers_follow = came_in_float32 and any(True for _ in _stay_in_float32(model, dtype))
                 came = {id(tensor): tensor.dtype for tensor, to in targets if tensor.dtype is not to}
                 replaced = {id(before): after for before, after in _cast_each(model, targets)}
                 for tensor, _ in targets:
                     if id(tensor) in came:
                         self._came[replaced.get(id(tensor), tensor)] = came[id(tensor)]
                 if not is_kept(model) and not fsdp2_param_dtypes(model):  # FSDP2's policy casts them
-                    computes = dtype
+                    computes, follow = dtype, buffers_follow
                     hook = CastModelInputs(dtype, inputs)
                     self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
                     self._handles += _cast_around_kept(model, dtype)
@@ -186,7 +189,9 @@ class CastModel:
                 self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
             if output_dtype is not None:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
-            casts = ForwardCasts(computes, output_dtype, casts_functions, computes=computes, of_model=inputs)
+            casts = ForwardCasts(
+                computes, output_dtype, casts_functions, computes=computes, buffers_follow=follow, of_model=inputs
+            )
             of_part = replace(casts, of_part=True)
             casts_already = computes is not None and casts_of(model) == of_part  # as part of a model like this one
             if (computes is not None or output_dtype is not None) and not is_fsdp2(model) and not casts_already:
@@ -340,21 +345,17 @@ def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
     elif came_in_half(model):
         stay = {id(tensor) for _, tensor in _tensors(model) if not is_low_precision(tensor)}
     else:
-        buffers = ((module, buffer) for module in model.modules() for buffer in module.buffers(recurse=False))
-        stay = {id(buffer) for module, buffer in buffers if _stays(module, buffer, dtype)}
+        stay = {id(buffer) for buffer in _stay_in_float32(model, dtype)}
         stay |= {id(param) for _, param in declared_parameters(model)}
     return [(t, torch.float32 if id(t) in kept else t.dtype if id(t) in stay else dtype) for _, t in _tensors(model)]
 
 
-def _stays(module: nn.Module, buffer: Tensor, dtype: torch.dtype) -> bool:
-    """True for a buffer that keeps its type in a model that came in FP32."""
-    layers = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.") and kind not in _NO_LAYERS]
-    if layers:  # a layer of torch, or of a class derived from one, computes with its buffers and weights in one type
-        return isinstance(module, _FP32_ISLANDS)
-    return not is_table_of(buffer, dtype)
-
-
-_NO_LAYERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+def _stay_in_float32(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the buffers that keep their type in a model that came in FP32."""
+    for module in model.modules():
+        for buffer in module.buffers(recurse=False):
+            if isinstance(module, _FP32_ISLANDS) or not (is_layer(module) or is_table_of(buffer, dtype)):
+                yield buffer
 
 
 def is_table_of(buffer: Tensor, dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from amp_engine import AmpStateError, amp
+from amp_engine import AmpStateError, AmpWarning, amp
 from tests.support import HALF, assert_bitwise, backward
 
 HALF_LEVELS = ("O2", "O3", "O5")
@@ -133,6 +133,85 @@ def test_a_compiled_model_has_the_casts_of_its_layers(name: str, dynamo: None) -
     assert_bitwise(torch.compile(model, backend="eager", fullgraph=True)(*given), expected)
 
 
+# --- buffers that stay FP32 in a model that came in FP32 ---------------------------------------------
+
+
+class Fourier(nn.Module):
+    """Multiplies by a table that half does not hold, as random features and filter banks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.rand(8, 8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ self.table
+
+
+class Biased(nn.Module):
+    """Adds a table to scores, and multiplies by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.register_buffer("table", torch.rand(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ x.mT + self.table
+        return scores.softmax(-1) @ x
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("kind", [Fourier, Biased])
+@pytest.mark.parametrize("is_model", [False, True])
+def test_a_buffer_that_meets_half_in_one_operation_is_cast_and_named(level: str, kind: Any, is_model: bool) -> None:
+    torch.manual_seed(0)
+    mixing = kind()
+    model = mixing if is_model else nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), mixing))
+    expected = model(X)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert mixing.table.dtype is torch.float32
+    half = str(HALF[level])[len("torch.") :]
+    with pytest.warns(
+        AmpWarning, match=f"{kind.__name__} gave its FP32 buffers table to an operation beside {half}"
+    ) as told:
+        ours = model(X)
+    assert str(told[0].message).count(f"at {__file__}:") == 1
+    assert mixing.table.dtype is HALF[level]
+    assert (ours - expected).norm() / expected.norm() < 4 * torch.finfo(HALF[level]).eps
+    assert_bitwise(model(X), ours)
+    amp.close()
+    assert mixing.table.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+def test_a_buffer_that_is_only_added_stays(level: str) -> None:
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("table", torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.table)
+
+    model = amp.initialize(nn.Sequential(Adding(), nn.Linear(8, 8)), opt_level=level, verbosity=0)
+    model(X)
+    assert model[0].table.dtype is torch.float32
+
+
+def test_buffers_are_fp32_again_where_they_were_not_the_cause() -> None:
+    class Wrong(Biased):
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.query(x) + self.table) @ x.double().mT
+
+    model = amp.initialize(nn.Sequential(nn.Linear(8, 8), Wrong()), opt_level="O5", verbosity=0)
+    with pytest.raises(AmpStateError, match="Wrong '1' gave an operation both"):
+        model(X)
+    assert model[1].table.dtype is torch.float32
+
+
 # --- the message ---------------------------------------------------------------------------------------
 
 
@@ -140,21 +219,19 @@ class Mixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query = nn.Linear(8, 8)
-        self.register_buffer("mask", torch.rand(8, 8))
+        self.register_buffer("mask", torch.zeros(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.query(x) @ x.mT + self.mask
+        scores = (self.query(x) @ x.mT).float() + self.mask
         return scores.softmax(-1) @ x
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
 def test_a_mix_of_types_names_the_module_the_line_its_buffers_and_what_to_type(level: str) -> None:
-    model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(8, 8), Mixing())})
-    model.forward = None  # type: ignore[method-assign, assignment]
-    del model.forward
-    amp.initialize(model["block"], opt_level=level, verbosity=0)
+    model = nn.Sequential(nn.Linear(8, 8), Mixing())
+    amp.initialize(model, opt_level=level, verbosity=0)
     with pytest.raises(AmpStateError) as caught:
-        model["block"](X)
+        model(X)
     text, half = str(caught.value), str(HALF[level])[len("torch.") :]
     assert text.startswith(f"Mixing '1' gave an operation both float32 and {half}, at {__file__}:")
     assert "Its FP32 buffers may be the cause: mask." in text

@@ -186,7 +186,7 @@ def _casting(own: type[nn.Module]) -> Any:
 
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        casts: ForwardCasts | None = self._amp_engine_casts
+        casts: ForwardCasts | None = getattr(self, _CASTS, None)  # a forward that was kept is called after `close`
         called = own.forward if casts is None or casts.computes is None else in_one_type
         if casts is None or (casts.of_part and getattr(_inside, "forward", False)):
             if casts is None or not casts.buffers_follow or torch.compiler.is_compiling():

@@ -207,6 +207,15 @@ def test_a_forward_that_is_put_on_the_instance_is_cast_when_the_model_is_called(
         del model.forward
 
 
+@pytest.mark.parametrize(("level", "casts"), [*((level, "everywhere") for level in CAST_LEVELS), ("O1", "model")])
+def test_a_forward_that_was_kept_is_the_plain_one_after_close(level: str, casts: str) -> None:
+    model, x = Parts().eval(), torch.randn(4, 4)
+    amp.initialize(model, opt_level=level, casts=casts, verbosity=0)
+    kept = [model.forward, model.encoder.forward]  # as Accelerate's hooks do
+    amp.close()
+    assert_bitwise([forward(x) for forward in kept], [model(x), model.encoder(x)])
+
+
 @pytest.mark.parametrize("level", CAST_LEVELS)
 def test_the_class_a_model_gets_looks_like_its_own_which_close_gives_back(level: str) -> None:
     registered = []

@@ -30,7 +30,13 @@ from torch.nn.modules import rnn
 
 from amp_engine.casting import locks, wrappers
 from amp_engine.casting.calls import Casts
-from amp_engine.casting.compiled import discard_compiled, dynamo_at_rest, dynamo_if_free, know_originals
+from amp_engine.casting.compiled import (
+    compile_as_autocast,
+    discard_compiled,
+    dynamo_at_rest,
+    dynamo_if_free,
+    know_originals,
+)
 from amp_engine.casting.in_force import STACK, current, in_force, set_watching, watching
 from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, CastLists
 from amp_engine.casting.patches import Patches
@@ -227,6 +233,7 @@ def _patch() -> None:
     if casts.only_observe:
         return
     _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
+    compile_as_autocast(_patches)
     watch_weights(casts.cache, _patches, remove_discarded)
     _leave_saved_tensors()
     _switch_off_fast_path()

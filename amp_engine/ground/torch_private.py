@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
+from torch._functorch import config as _compiler_config
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -55,6 +56,10 @@ NAMES = (
     PrivateName("torch._C._current_autograd_node", "whose backward it is"),
     PrivateName("torch._C._autograd._get_sequence_nr", "which node of the graph a forward belongs to"),
     PrivateName("torch.autograd.variable.Variable._execution_engine", "to be called when a backward has ended"),
+    PrivateName("torch._C._is_any_autocast_enabled", "whether code is compiled to run as under torch.autocast:"),
+    PrivateName("torch._C._DisableAutocast", "around which torch enters this"),
+    PrivateName("torch._library.fake_impl.set_ctx_getter", "and this around the fake kernels of its operators"),
+    PrivateName("torch._functorch.config._config", "to keep compiled graphs out of caches that cannot tell them apart"),
     PrivateName("torch._C._functorch.peek_interpreter_stack", "whether a cast is made inside of vmap, grad or jvp"),
     PrivateName("torch._C.DisableTorchFunctionSubclass", "to call a function from a tensor's __torch_function__"),
     PrivateName("torch._C.TensorBase", "the slots behind Tensor.data and the operators, past any subclass"),
@@ -106,10 +111,15 @@ DispatchMode = TorchDispatchMode
 TensorBase: Any = _C.TensorBase
 after_ad_inplace_or_view: Any = _C._after_ADInplaceOrView_keyset
 BatchNormBase = _BatchNorm
+c_extension = _C
+compiled_graph_caches = [
+    vars(_compiler_config)["_config"][name] for name in ("enable_autograd_cache", "enable_remote_autograd_cache")
+]
 disable_dynamo = _disable_dynamo
 disabled_torch_dispatch: Any = _C._disabled_torch_dispatch_impl
 dispatch_modes: Any = _C._len_torch_dispatch_stack
 current_dispatch_mode = _get_current_dispatch_mode
+fake_kernels: Any = torch._library.fake_impl
 find_jit_builtin: Any = torch.jit._builtins._find_builtin
 flatten_dense_tensors = _flatten_dense_tensors
 data_address: Any = _C._data_address

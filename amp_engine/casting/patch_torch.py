@@ -29,6 +29,7 @@ import torch.nn.functional
 from torch.nn.modules import rnn
 
 from amp_engine.casting import locks, wrappers
+from amp_engine.casting.attention import cast_attention
 from amp_engine.casting.calls import Casts
 from amp_engine.casting.compiled import (
     compile_as_autocast,
@@ -234,6 +235,7 @@ def _patch() -> None:
         return
     _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
     compile_as_autocast(_patches)
+    cast_attention(_patches, current)
     watch_weights(casts.cache, _patches, remove_discarded)
     _leave_saved_tensors()
     _switch_off_fast_path()

@@ -303,7 +303,7 @@ def _to_type_asked_for(kwargs: dict[str, Any]) -> Convert | None:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, call: Call | None) -> Tensor:
-    if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
+    if tensor.dtype is dtype or tensor.dtype not in CASTABLE or type(tensor).__module__ == "torch.nn.attention.bias":
         return tensor
     if call is not None:
         call.cast(tensor, dtype)

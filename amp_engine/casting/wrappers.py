@@ -303,7 +303,9 @@ def _to_type_asked_for(kwargs: dict[str, Any]) -> Convert | None:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, call: Call | None) -> Tensor:
-    if tensor.dtype is dtype or tensor.dtype not in CASTABLE or type(tensor).__module__ == "torch.nn.attention.bias":
+    if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
+        return tensor
+    if type(tensor).__module__ == "torch.nn.attention.bias":  # it holds no values
         return tensor
     if call is not None:
         call.cast(tensor, dtype)

@@ -51,12 +51,12 @@ def unscaled(scaling: Scaling, gradients: Gradients, loss_id: int) -> Gradients:
     is_one = isinstance(gradients, Tensor)
     given: list[Any] = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
     for one in given:
-        if not isinstance(one, Tensor) or not one.is_floating_point():
+        if not isinstance(one, Tensor) or not (one.is_floating_point() or one.is_complex()):
             if one is None and one is not gradients:
                 continue
             what = f"a tensor of {one.dtype}" if isinstance(one, Tensor) else f"a {type(one).__name__}"
             raise AmpTypeError(
-                f"unscale() takes floating tensors: one, or a tuple or list of them as "
+                f"unscale() takes floating or complex tensors: one, or a tuple or list of them as "
                 f"torch.autograd.grad gives, not {what}."
             )
     made: list[Any] = [one if one is None else _unscaled(one, snapshot) for one in given]
@@ -66,7 +66,7 @@ def unscaled(scaling: Scaling, gradients: Gradients, loss_id: int) -> Gradients:
 
 
 def _unscaled(gradient: Tensor, snapshot: ScaleSnapshot) -> Tensor:
-    wide = gradient if gradient.dtype == torch.float64 else gradient.float()
+    wide = gradient if gradient.dtype == torch.float64 or gradient.is_complex() else gradient.float()
     return wide if snapshot.is_identity else wide * moved(snapshot.inv_scale, wide.device)
 
 

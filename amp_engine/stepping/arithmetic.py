@@ -51,6 +51,11 @@ def values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
+def reals(values: Tensor) -> Tensor:
+    """Return a view of complex `values` as pairs of reals; other values as they are."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
 def is_zero(grad: Tensor | None) -> bool:
     """True if there is a gradient and each of its elements is zero. Waits for the device."""
     return grad is not None and not bool(values(grad).any())
@@ -60,8 +65,9 @@ def is_zero(grad: Tensor | None) -> bool:
 def largest_and_squares(values: Tensor) -> Tensor:
     """Return the largest magnitude and the sum of squares: float64, shape [2]. No host sync.
 
-    The largest is NaN if there is a NaN, and inf only if there is an inf.
+    The largest is NaN if there is a NaN, and inf only if there is an inf. Complex values count as pairs of reals.
     """
+    values = reals(values)
     if values.numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=values.device)
     largest = torch.linalg.vector_norm(values, math.inf).double()
@@ -96,8 +102,10 @@ def accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `grad * factor` in `dtype`, computed in float32 or, for float64, in float64."""
+    """Return `grad * factor` in `dtype`, computed in float32 or, for float64, in float64; complex as pairs of these."""
     with torch.no_grad():
+        if grad.is_complex() and not grad.is_sparse:
+            return torch.view_as_complex(times(reals(grad), factor, dtype.to_real()))
         if not grad.is_sparse:
             return (grad * factor.to(grad.dtype) if grad.dtype == torch.float64 else grad.float() * factor).to(dtype)
         values = times(grad.values(), factor, dtype)

@@ -242,7 +242,7 @@ class Unlisted:
         free = [
             p
             for p in {id(p): p for p in found}.values()
-            if p.is_floating_point() and id(p) not in owned and not any(masters_of(p))
+            if (p.is_floating_point() or p.is_complex()) and id(p) not in owned and not any(masters_of(p))
         ]
         low = [p for p in free if makes_masters and is_low_precision(p)]
         plain = [p for p in free if not (makes_masters and is_low_precision(p))]

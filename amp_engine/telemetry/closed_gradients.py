@@ -18,7 +18,7 @@ class ClosedGradient(NamedTuple):
 
     Attributes:
         param: the model's own parameter.
-        values: the stored values of its gradient, on this rank.
+        values: the stored values of its gradient, on this rank; complex ones as pairs of reals.
         is_scaled: True if `values` still have the loss scale, as half gradients of masters do.
     """
 
@@ -42,4 +42,5 @@ def closed_gradients(rows: Sequence[Rows], backward: Backward | None) -> Iterato
                 continue
             seen.add(id(param))
             is_scaled = master is not None and total is None and backward is not None
-            yield ClosedGradient(param, arithmetic.values(local_of(grad.detach())), is_scaled)
+            values = arithmetic.reals(arithmetic.values(local_of(grad.detach())))
+            yield ClosedGradient(param, values, is_scaled)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_engine.ground.distributed import local_of
+from amp_engine.stepping.arithmetic import reals
 
 # A float32 is 2^(field - 127) * 1.mantissa; its field is 0 for 0 and values below 2^-126, and 255 for inf and NaN.
 _FIELDS = 256
@@ -94,13 +95,13 @@ class MagnitudeCounter:
 
     @torch.no_grad()
     def add(self, tensor: Tensor, inv_scale: Tensor | float = 1.0) -> None:
-        """Count the values of a floating tensor, multiplied by `inv_scale`; for a DTensor, this rank's values.
+        """Count the values of a tensor, complex ones as pairs, multiplied by `inv_scale`; of a DTensor this rank's.
 
         Takes about 13 bytes of memory per value temporarily. No host sync.
         """
         values = local_of(tensor.detach())
         values = values.coalesce().values() if values.is_sparse else values
-        counted = _counted(values.float() * inv_scale)
+        counted = _counted(reals(values).float() * inv_scale)
         so_far = self._counts.get(counted.device)
         self._counts[counted.device] = counted if so_far is None else so_far.add_(counted)
 

@@ -439,7 +439,8 @@ class Engine:
         After one backward, and with a norm_type of 2 or infinity, no gradient of a master is read: `scale_loss` has
         computed the norm, and the step, or the first read of a master's `.grad`, applies the factor. Gradients of
         float32 parameters, which any code may write, are multiplied at once, and read once more unless torch knows that
-        they were not written (since 2.13, from the second call on). Otherwise this is torch.nn.utils.clip_grad_norm_.
+        they were not written (since 2.13, from the second call on). Otherwise this is torch.nn.utils.clip_grad_norm_,
+        with norms of half gradients in FP32.
 
         Args:
             optimizer: an optimizer, initialized or not; or one parameter or an iterable of parameters, as in torch,

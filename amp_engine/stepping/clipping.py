@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
+from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import is_lazy, tensor_lists
 from amp_engine.stepping.master import masters_of
 from amp_engine.stepping.reduction import norm_over
@@ -69,8 +70,6 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
     stepped = clipped.involved[0] if clipped.is_whole and clipped.involved else None
     taken = None if stepped is None else stepped.grad_norm(float(norm_type))
     params = [] if taken is not None else _with_readable_gradients(clipped.weights)
-    if taken is None and parts is None:
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     norm = _total_norm(params, norm_type) if taken is None else taken
     if parts is not None:
         norm = norm_over(parts, norm, float(norm_type))
@@ -106,5 +105,11 @@ def _with_readable_gradients(weights: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+    """Return the norm of all gradients as torch does, but of half ones in FP32: their squares need its digits."""
+    grads = [p.grad for p in params if p.grad is not None]
+    half = [g for g in grads if is_low_precision(g) and g.layout is torch.strided]
+    if half:
+        norms = torch._foreach_norm(half, float(norm_type), dtype=torch.float32)
+        grads = [*norms, *(g for g in grads if not is_low_precision(g) or g.layout is not torch.strided)]
+    norm = torch.nn.utils.get_total_norm(grads, norm_type)
     return norm.to(params[0].device) if params else norm  # without gradients the norm is on the CPU

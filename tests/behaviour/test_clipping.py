@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,6 +122,40 @@ def test_pure_half_gradients_are_clipped_too() -> None:
     expected = true_norm([torch.full_like(master, 0.5) for master in amp.master_params(optimizer)])
     assert norm.item() == pytest.approx(expected, rel=1e-2)
     assert true_norm(gradients(optimizer)) == pytest.approx(1.0, rel=1e-2)
+
+
+def by_level(level: str) -> torch.optim.Optimizer:
+    return started(level, task=MLP)[1]
+
+
+def by_split_masters() -> torch.optim.Optimizer:
+    return started("O5", torch.optim.AdamW, task=MLP, master_weights="split")[1]
+
+
+def by_nobody() -> torch.optim.Optimizer:
+    return torch.optim.SGD(MLP.model().bfloat16().parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("norm_type", [2, 1.0, INF, 3.0])
+@pytest.mark.parametrize("make", [partial(by_level, "O3"), by_split_masters, by_nobody], ids=["O3", "split", "unknown"])
+def test_the_norm_of_half_gradients_has_the_digits_of_float32(make: Any, norm_type: float) -> None:
+    optimizer = make()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p)
+    wide = [p.grad.double() for p in params]
+    expected = torch.nn.utils.get_total_norm(wide, norm_type)
+    assert amp.clip_grad_norm_(optimizer, 0.5, norm_type).item() == pytest.approx(expected.item(), rel=1e-6)
+    for p, g in zip(params, wide, strict=True):
+        torch.testing.assert_close(p.grad, (g * (0.5 / expected)).to(p.dtype), rtol=1e-2, atol=0.0)
+
+
+def test_a_norm_beyond_float16_is_finite() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    model.weight.grad = torch.full_like(model.weight, 60000.0)
+    assert amp.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(120000.0)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -563,7 +563,7 @@ class MasterRows(Rows):
                     grad = p.grad
                 master.param.grad = None
                 master.param.data = p.detach()
-                master.param.grad = grad
+                master.param.grad = None if grad is None else grad.to(master.param.grad_dtype)
                 discard_exact(master)
                 group["params"][i] = master.param  # last: an interrupted call finds the others in the groups
         self._by_weight, self._by_param, self.masters = {}, {}, []

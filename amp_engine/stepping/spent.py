@@ -79,7 +79,8 @@ class Sentinel:
             return False
         if self._filled is None or self._filled._version != self._fresh:
             with torch.inference_mode(False):
-                self._filled = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
+                dtype = self.param.grad_dtype or self.param.dtype
+                self._filled = torch.full_like(self.param, _tiny(self.param), dtype=dtype, requires_grad=False)
                 self._tiny = self._filled.as_subclass(_Tiny) if type(self._filled) is Tensor else self._filled
             self._fresh = self._filled._version
         GRAD.__set__(self.param, self._tiny)

@@ -169,7 +169,7 @@ class SplitRows(Rows):
             param, value = one.param, one.value() if one.in_sync() else one.param.detach().float()
             grad, param.grad = param.grad, None
             param.data = value
-            param.grad = None if grad is None else grad.float()
+            param.grad = None if grad is None else grad.to(param.grad_dtype or torch.float32)
             discard_exact(one)
         self._by_row = []
 

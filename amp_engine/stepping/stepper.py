@@ -16,7 +16,6 @@ from amp_engine import kernels
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.ground.devices import moved
-from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of, release_fused_step
 from amp_engine.scaling.losses import Scaling
@@ -237,7 +236,7 @@ class Stepper:
         scale = self.gathered_scale()
         for p in joined:
             grad, master = p.grad, self.rows.master_of(p)
-            if grad is not None and master is not None and is_low_precision(grad):
+            if grad is not None and master is not None:
                 inv_scale = torch.ones((), device="cpu") if scale is None else scale.inv_scale
                 master.weight.grad = arithmetic.times(grad, moved(inv_scale, grad.device), torch.float32)
                 for flags in arithmetic.nonfinite([grad]):

@@ -200,8 +200,9 @@ class Engine:
             verbosity: 0 silent; 1 apex's messages; 2 also every cast, and each skip on every rank.
             min_loss_scale: floor of dynamic scales; None means 2**-24.
             max_loss_scale: ceiling of dynamic scales.
-            skip_on_overflow: skip steps with overflowed gradients under a static scale too: True does so at every
-                level, "auto" where gradients of bfloat16 masters are read anyway (O5, but not "split").
+            skip_on_overflow: skip steps whose gradients are not finite under a static scale too: True at every level;
+                "auto" at O4 and O5, but for steps with a closure and ranks that cannot agree (FSDP1, ZeRO without a
+                process_group); False takes them, as PyTorch does.
             allow_banned: run `binary_cross_entropy` in FP32 under O1 instead of refusing it.
             adopt_data_writes: let masters follow writes through `param.data`; each step then reads masters and
                 parameters once more.
@@ -417,15 +418,10 @@ class Engine:
         Raises AmpTypeError at the call, not at the first iteration, for anything but an optimizer.
         """
         params = master_params(optimizer)
-        self._look_at_gathered(optimizer)
-        return params
-
-    def _look_at_gathered(self, optimizer: Optimizer | LARC) -> Stepper | None:
-        """Check gradients of `optimizer` that no check saw; return its Stepper, None if it was not initialized."""
         stepped = self.backwards.get(inner_of(optimizer))
         if stepped is not None:
             self.backwards.look_at_gathered(stepped)
-        return stepped
+        return params
 
     def clip_grad_norm_(
         self,
@@ -471,10 +467,13 @@ class Engine:
         params = arguments.as_parameters(given)
         if params is None:
             arguments.check_has_groups(given, function, f", {limit}")
-            return clipping.of_optimizer(given.param_groups, self._look_at_gathered(given))
-        clipped = clipping.of_parameters(params, self.backwards.all)
+            stepped = self.backwards.get(inner_of(given))
+            clipped = clipping.of_optimizer(given.param_groups, stepped)
+        else:
+            clipped = clipping.of_parameters(params, self.backwards.all)
         for one in clipped.involved:
             self.backwards.look_at_gathered(one)
+            self.backwards.look_at_unseen(one)
         return clipped
 
     def averaged_model(

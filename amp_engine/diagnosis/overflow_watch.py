@@ -171,7 +171,8 @@ class OverflowWatch:
         nonfinite = backward.nonfinite()
         in_order = backward.in_order(nonfinite)
         is_finite = loss is None or math.isfinite(loss)
-        weights = [] if is_finite and origin is None and not looks_at_weights else self._bad_weights()
+        is_fine = loss is not None and is_finite and origin is None
+        weights = [] if is_fine and not looks_at_weights else self._bad_weights()
         if not is_finite and origin is None:
             self._scaling.heard_of_loss(is_finite=False)
         of_first: dict[str, Any] = {}

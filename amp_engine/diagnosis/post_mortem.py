@@ -31,6 +31,10 @@ _UNKNOWN = (
     "Why is not known: an overflow at this scale, or nan at any scale, as of a derivative that is not defined (sqrt of "
     "0) or of a value that the loss hides.  amp.find_overflow(step_fn) tells."
 )
+_UNSEEN = (
+    "Why is not known, as the loss was not passed to amp.scale_loss: it may not be finite itself.  "
+    "amp.find_overflow(step_fn) tells."
+)
 _SINCE_THE_CHECK = (
     "No step was taken on a gradient that was not finite when it was checked: look at what changes gradients after "
     "scale_loss (a norm of 0 in a clipping of your own), at the learning rate, and at what else writes weights."
@@ -63,8 +67,8 @@ class OverflowRecord:
         loss_scale: the factor of the loss.
         loss: the loss before scaling; the sum if there are several; None if the engine does not know it.
         cause: "data": a value that is not finite came into the graph from outside; "forward": an operation of the
-            forward made it, or the graph does not tell; "backward": a gradient has such a value, while the loss has
-            none, and the forward is not known to have one;
+            forward made it, or the graph does not tell; "backward": a gradient has such a value, while loss and
+            forward are not known to have one;
             "divergence": losses have risen from step to step until they exploded; "weights": a parameter is not finite;
             "elsewhere": on another rank, or in an earlier backward of the step.
         parameter: name of the first parameter whose gradient was not finite, in the order of the backward from the loss
@@ -320,6 +324,8 @@ def _what_happened(record: OverflowRecord) -> str:
             f"{numbers}  Each gradient of this process is finite: look at the other ranks, at earlier backwards of the "
             "step, and whether zero_grad() is called after steps that were skipped."
         )
+    if record.loss is None and record.why is None:
+        return f"{gradient}  {numbers}  {_UNSEEN}"
     why = "" if record.why is None else f"  {_of_derivative(record.why)}"
     has_grown = record.growth is not None and record.growth > EXPLOSION
     if record.kind == "nan" and record.why is None and not has_grown and not _ranks(record):
@@ -455,6 +461,8 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
             f"{loss}, so no scale can help.{where}  Look at the forward pass: the learning "
             "rate, the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
         )
+    elif record.loss is None and record.why is None and record.parameter is not None:
+        remedy = f"First in the gradient of {record.parameter} ({record.kind}).  {_UNSEEN}"
     elif record.why is not None:
         why = f".  {_of_derivative(record.why)}"
         if not is_of_range(record.why):
@@ -504,9 +512,12 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
             "The loss is finite, and so is each gradient of this backward: those that it was added to are not.  Call "
             "zero_grad() after a step that was skipped, too."
         )
+    is_finite = "not known" if record.loss is None else "yes" if record.loss_is_finite else "no"
+    if record.loss is not None:
+        is_finite += f" ({_number(record.loss)})"
     return (
         f"Amp diagnosis:  {skips} steps in a row were skipped; loss scaler {record.loss_id} is at {loss_scale}.{mixed}"
-        f"  Loss finite: {'yes' if record.loss_is_finite else 'no'} ({_number(record.loss)}).  Non-finite gradients: "
+        f"  Loss finite: {is_finite}.  Non-finite gradients: "
         f"{len(record.nonfinite)} of {record.checked} ({some(record.nonfinite) or 'none'}).  {remedy}"
     )
 

@@ -175,19 +175,18 @@ def check_casts(casts: object) -> None:
 
 
 class Skips(Enum):
-    """The backwards under a static scale whose overflow skips the step."""
+    """The steps at a static scale that are skipped where gradients are not finite."""
 
     NEVER = False
-    WHERE_READ = "auto"  # only if gradients are read in any case: those of masters
+    BY_DEFAULT = "auto"  # all but those with a closure, and those of ranks that cannot agree
     ALWAYS = True
 
 
 def parse_skips(skip_on_overflow: object, policy: Policy) -> Skips:
-    """Return the backwards that `skip_on_overflow` of `initialize` means. Raises AmpValueError for another string."""
+    """Return the steps that `skip_on_overflow` of `initialize` means. Raises AmpValueError for another string."""
     if skip_on_overflow == "auto":
-        # At O4 without function casts, masters may belong to bfloat16 parameters too.
         is_bfloat16 = torch.bfloat16 in (policy.patch_torch_functions_type, policy.cast_model_type)
-        return Skips.WHERE_READ if is_bfloat16 else Skips.NEVER
+        return Skips.BY_DEFAULT if is_bfloat16 else Skips.NEVER
     if isinstance(skip_on_overflow, str):
         raise AmpValueError(
             f'skip_on_overflow={skip_on_overflow!r} is none of True, False and "auto".  Use one of them.'

@@ -17,7 +17,7 @@ class Scaling:
 
     Attributes:
         scalers: one for each loss_id.
-        skips: the backwards under a static scale whose overflow skips the step.
+        skips: the steps at a static scale that are skipped where gradients are not finite.
         latched: loss_id -> the scale by which `amp.scale` last multiplied; valid while the scaler still has it.
         expects_nonfinite: True if the last loss that reached the host from a GPU was not finite.
         reported: loss_ids whose static scale was reported to overflow, so that gradients need no further check.
@@ -33,15 +33,11 @@ class Scaling:
 
     @property
     def is_active(self) -> bool:
-        """True if a backward may decide that a step is skipped, or gradients may be scaled."""
+        """True if each backward is checked, or may be scaled, so that nothing can run in a closure."""
         for scaler in self.scalers:  # no generator, as this runs before each step
             if not scaler.is_identity:
                 return True
         return self.skips is Skips.ALWAYS
-
-    def skips_static(self, is_read: bool) -> bool:
-        """True if an overflow at a static scale skips the step; `is_read`: the gradients are read in any case."""
-        return self.skips is Skips.ALWAYS or (is_read and self.skips is Skips.WHERE_READ)
 
     def heard_of_loss(self, is_finite: bool) -> None:
         """Note a loss that reached the host. After one that is not finite, it waits for the next, to find the cause."""

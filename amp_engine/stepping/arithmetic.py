@@ -56,6 +56,12 @@ def reals(values: Tensor) -> Tensor:
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
+def can_be_read(grad: Tensor) -> bool:
+    """False for a gradient that wraps other tensors and is no DTensor, and for layouts and types without arithmetic."""
+    wraps = is_sharded(grad) and not hasattr(grad, "placements")
+    return not wraps and grad.layout in (torch.strided, torch.sparse_coo) and grad.dtype.itemsize > 1
+
+
 def is_zero(grad: Tensor | None) -> bool:
     """True if there is a gradient and each of its elements is zero. Waits for the device."""
     return grad is not None and not bool(values(grad).any())

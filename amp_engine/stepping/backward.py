@@ -89,6 +89,10 @@ class Backward:
         self.micro_batches = 0, 0
         self.number = 0  # among the scaled backwards of its engine, from 1
 
+    def has_bad_loss(self) -> bool:
+        """True if the host knows that the loss is not finite."""
+        return self.value is not None and not math.isfinite(self.value)
+
     def loss_to_send(self) -> Tensor | None:
         """Return the last loss, float32 of shape [], if it is to be sent to the host; else None. No host sync."""
         loss = self.loss

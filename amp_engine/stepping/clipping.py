@@ -85,14 +85,19 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
         )
     if stepped is None or taken is None:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-        return norm
-    stepped.clip_grads_with_norm_(norm, float(max_norm))
-    return tensor_lists.copy(norm)  # which the caller may write
+    else:
+        stepped.clip_grads_with_norm_(norm, float(max_norm))
+        norm = tensor_lists.copy(norm)  # which the caller may write
+    for one in clipped.involved:
+        one.note_clipped()
+    return norm
 
 
 def clip_grad_value_(clipped: Clipped, clip_value: float) -> None:
     """Clip each element of gradients to [-clip_value, clip_value]. No host sync."""
     torch.nn.utils.clip_grad_value_(_with_readable_gradients(clipped.weights), clip_value)
+    for one in clipped.involved:
+        one.note_clipped()
 
 
 def _with_readable_gradients(weights: Iterable[Tensor]) -> list[Tensor]:

@@ -74,6 +74,12 @@ class Evidence:
                 backward.undefined, backward.origin = undefined_derivative(loss)
         self._scaling.heard_of_loss(is_finite=True)
 
+    def enter_unseen(self, backward: Backward) -> None:
+        """Before the check of gradients whose loss is not known: give them a number."""
+        if not self.is_rehearsal:
+            self._count = backward.number = self._count + 1
+            backward.accumulation.count, backward.micro_batches = 1, (1, 1)
+
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
         """Before a backward whose gradients are not checked: notify observers of a loss that is not finite."""
         if self.is_rehearsal:

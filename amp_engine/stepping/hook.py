@@ -174,18 +174,19 @@ class StepHook:
             return None
         self._random = None
         stepped, is_scaled = self._stepped, self._backwards.scaling.is_active
+        has_closure = callable(args[1] if len(args) > 1 else kwargs.get("closure"))
         self._prepare()
         if self._backwards.evidence.is_rehearsal:
             stepped.forget_backwards()
             return self._ghost(args, kwargs, fused_step_of(optimizer) is not None)
+        if not (has_closure or hasattr(optimizer, "found_inf")):  # torch.amp.GradScaler sets it, and has checked
+            self._backwards.look_at_unseen(stepped, is_stepping=True)
         stepped.missing_gradients.warn(optimizer, stepped.rows)
         casts_off = self._backwards.casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels
-        has_closure = callable(args[1] if len(args) > 1 else kwargs.get("closure"))
         # torch's own step needs nothing from us. At O4 the forward in a closure needs the casts, so they stay on.
         if not is_own and not is_scaled and (has_closure or (casts_off is None and not stepped.is_pending)):
-            stepped.rows.judge_half()
-            stepped.pending.taken_unseen()
+            stepped.taken_unseen()
             return None
         if has_closure:
             raise AmpStateError(

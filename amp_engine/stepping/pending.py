@@ -154,7 +154,8 @@ class Pending:
         self.backwards, self._squares, self.accumulations = [], [], {}
 
     def taken_unseen(self) -> None:
-        """Record a step that was taken with no backward pending."""
+        """Record a step that was taken, whatever the backwards for it were."""
+        self.forget()
         self.steps += 1
         self._skipped = False
         self._last = LastStep()

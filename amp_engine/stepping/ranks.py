@@ -107,6 +107,11 @@ class Ranks:
         """True if the user named the process group."""
         return self._process_group is not None
 
+    @property
+    def can_agree(self) -> bool:
+        """False if each rank steps other parameters, and nobody said which ranks are to agree."""
+        return self._process_group is not None or not (self._is_in_zero or self.in_flat_shards)
+
     def of_parts(self) -> dist.ProcessGroup | None:
         """Return the group whose ranks step different parameters, so that a norm must sum over them; None if none."""
         if self._process_group is None or not has_ranks() or self._groups_of_shards():

@@ -8,16 +8,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.errors import AmpStateError
+from amp_engine.ground import devices
 from amp_engine.ground.devices import moved
 from amp_engine.ground.distributed import has_ranks
 from amp_engine.ground.torch_private import after_backward, disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.levels.policy import Skips
+from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
@@ -100,12 +103,14 @@ class ScaledBackwards:
             )
 
     def _passes_through(self, scaler: LossScaler, stepped: Sequence[Stepper]) -> bool:
-        """True if there is nothing to scale, check or update: at O0, O3 and O4, unless the user asked for more."""
-        return (
-            scaler.is_identity
-            and self.scaling.skips is not Skips.ALWAYS
-            and all(not one.rows.makes_masters and one.window.is_closed for one in stepped)
-        )
+        """True if there is nothing to scale: at O0, O3 and O4, unless the user asked for a scale or for masters."""
+        return scaler.is_identity and all(not one.rows.makes_masters and one.window.is_closed for one in stepped)
+
+    def _looks(self, stepped: Sequence[Stepper], device: torch.device | None) -> bool:
+        """True if gradients that pass through are checked before a step. The host knows nothing of a captured loss."""
+        is_wanted = self.scaling.skips is not Skips.NEVER and bool(stepped) and not self.evidence.is_rehearsal
+        is_captured = device is not None and devices.is_capturing(device)
+        return is_wanted and not is_captured and all(one.ranks.can_agree for one in stepped)
 
     def of(
         self,
@@ -120,7 +125,7 @@ class ScaledBackwards:
         for one in stepped:
             one.check_first_use()
         if self._passes_through(scaler, stepped):
-            return PassedThrough(self, loss, stepped, loss_id)
+            return PassedThrough(self, loss, stepped, loss_id, scaler if self._looks(stepped, loss.device) else None)
         return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def close_windows_into(self, stepped: Stepper) -> None:
@@ -143,12 +148,54 @@ class ScaledBackwards:
             stepped.enter_backward(backward)
             self.close_windows([stepped], backward)
 
+    def look_at_unseen(self, stepped: Stepper, is_stepping: bool = False) -> None:
+        """Before a step or a clipping at a scale of 1: check gradients that came or were written since the last check.
+
+        In a CUDA graph only a step of the kernels can be skipped, and no other gradients are looked at.
+
+        Args:
+            is_stepping: as in `Stepper.has_unseen`.
+        """
+        stepped.rows.scan()
+        scaler, weights = self.scaling.default(), stepped.rows.columns.weights
+        if not (weights and self._passes_through(scaler, [stepped]) and stepped.has_unseen(is_stepping)):
+            return
+        device = weights[0].device
+        is_captured = devices.is_capturing(device)
+        if not self._looks([stepped], None if is_captured and fused_step_of(stepped.optimizer) else device):
+            return
+        if stepped.passed is not None:
+            self._look_at_passed(stepped.passed)
+            return
+        scaler.to(device)
+        backward = Backward(scaler, 0, scaler.snapshot())
+        self.evidence.enter_unseen(backward)
+        self._look_at([stepped], backward, tells=True)
+
+    def _look_at_passed(self, backward: Backward) -> None:
+        """Check all gradients that this backward, and earlier ones, left to be checked."""
+        self._look_at([one for one in self.all if one.passed is backward], backward, tells=False)
+
+    def _look_at(self, stepped: Sequence[Stepper], backward: Backward, tells: bool) -> None:
+        """Check all present gradients, which have a scale of 1 and stay where they are. No host sync.
+
+        Those of an optimizer of which one cannot be read are left alone.
+        """
+        readable = [one for one in stepped if one.can_look()]
+        for one in readable:
+            one.window.adopt(backward)
+        if readable:
+            self.close_windows(readable, backward, tells=tells)
+        for one in readable:
+            one.note_seen()
+
     def close_windows(
         self,
         stepped: Sequence[Stepper],
         backward: Backward,
         delay_overflow_check: bool = False,
         loss: Tensor | None = None,
+        tells: bool = True,
     ) -> None:
         """Unscale and check gradients, then update the scale. No host sync.
 
@@ -159,11 +206,12 @@ class ScaledBackwards:
 
         Args:
             loss: the last loss, whose graph has the order of the parameters; None if unknown.
+            tells: False to notify no observers.
         """
         try:
             scaler = backward.scaler
             scaler.settle()
-            backward.skips = scaler.dynamic or self.scaling.skips_static(any(one.rows.makes_masters for one in stepped))
+            backward.skips = scaler.dynamic or self.scaling.skips is not Skips.NEVER
             check = backward.skips or backward.loss_id not in self.scaling.reported
             unscaled: set[int] | None = set() if len(stepped) > 1 else None
             # Ranks do not agree on an overflow that is only reported: a rank that has reported one stops checking, and
@@ -187,7 +235,7 @@ class ScaledBackwards:
                 is_in_trouble = overflowed is None and any(one.pending.skips_in_a_row > 0 for one in stepped)
                 if overflowed or is_in_trouble or not backward.order:
                     self.evidence.keep(backward, loss, bool(overflowed), is_in_trouble)
-            for tell in self.events.closed.observers:
+            for tell in self.events.closed.observers if tells else ():
                 tell([one.rows for one in stepped], backward)
             if delay_overflow_check:
                 return
@@ -237,7 +285,10 @@ class ScaledBackwards:
         return [one for one in others if any(map(one.shares_parameters_with, stepped))]
 
     def close_loss(self, loss_id: int) -> None:
-        """Unscale all gradients that backwards of this loss left scaled. Those of one scale share one decision."""
+        """Check all gradients that backwards of this loss left to be checked. Those of one scale share one decision."""
+        passed = [one.passed for one in self.all if one.passed is not None and one.passed.loss_id == loss_id]
+        for backward in dict.fromkeys(passed):
+            self._look_at_passed(backward)
         left = [one for one in self.all if one.window.is_left_open and one.window.backward.loss_id == loss_id]
         while left:
             scale = left[0].window.backward.snapshot
@@ -498,19 +549,39 @@ class ScaledBackward(ContextOfLoss):
 
 
 class PassedThrough(ContextOfLoss):
-    """The context of a `scale_loss` that neither scales the loss, nor checks gradients, nor updates the scale."""
+    """The context of a `scale_loss` that does not scale the loss: gradients accumulate in `.grad`, as in plain PyTorch.
 
-    def __init__(self, backwards: ScaledBackwards, loss: Tensor, stepped: Sequence[Stepper], loss_id: int) -> None:
+    Args:
+        scaler: has the scale of 1, if gradients are checked before the step; else None.
+    """
+
+    def __init__(
+        self,
+        backwards: ScaledBackwards,
+        loss: Tensor,
+        stepped: Sequence[Stepper],
+        loss_id: int,
+        scaler: LossScaler | None,
+    ) -> None:
         self._backwards = backwards
         self._loss = loss
         self._stepped = stepped
         self._loss_id = loss_id
+        self._scaler = scaler
+        self._backward: Backward | None = None
 
     def __enter__(self) -> Tensor:
-        events = self._backwards.events
+        events, scaler = self._backwards.events, self._scaler
         for tell in events.entering.observers:
             tell(self)
-        self._backwards.evidence.enter_unchecked(self._loss, self._loss_id)
+        if scaler is None:
+            self._backwards.evidence.enter_unchecked(self._loss, self._loss_id)
+        else:
+            scaler.to(self._loss.device)
+            self._backward = Backward(scaler, self._loss_id, scaler.snapshot())
+            for one in self._stepped:
+                one.enter_passed()
+            self._backwards.evidence.enter(self._backward, self._loss, self._stepped[0].pending.accumulations)
         for tell_entered in events.entered.observers:
             tell_entered(self, self._loss, 1.0)
         return self._loss.float()
@@ -527,6 +598,12 @@ class PassedThrough(ContextOfLoss):
                     one.missing_gradients.note(None)
                 for tell_closed in events.closed.observers:
                     tell_closed([one.rows for one in self._stepped], None)
+                if (backward := self._backward) is not None:
+                    is_in_trouble = any(one.pending.skips_in_a_row > 0 for one in self._stepped)
+                    if is_in_trouble or not backward.order:
+                        self._backwards.evidence.keep(backward, self._loss, False, is_in_trouble)
+                    for one in self._stepped:
+                        one.leave_passed(backward)
         finally:
             self._backwards.casts.after_backward()
             for tell in events.left.observers:

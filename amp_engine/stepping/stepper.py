@@ -98,6 +98,9 @@ class Stepper:
         self._with_masters: tuple[Columns, Tensor] | None = None
         self._ids: tuple[Columns, frozenset[int]] | None = None
         self._unchecked: Sequence[nn.Parameter] = ()  # parameters that may have gradients that no check saw
+        # Gradients that a check saw, and which code may write until the step; kept alive, as marks need.
+        self._checked: tuple[tensor_lists.GradientMarks, Sequence[Tensor | None]] | None = None
+        self.passed: Backward | None = None  # of a loss whose gradients no check saw
         self._has_left = False  # True if the last step may have been skipped, which leaves the model's gradients
         self._written_gradients = gradient_warnings.WrittenGradients()
         self._written_parameters = gradient_warnings.WrittenParameters()
@@ -169,6 +172,61 @@ class Stepper:
         if self._is_captured:
             self._is_captured = self._has_gradients()
         self.window.open(backward, waits, not self.backward_seen or bool(self._unchecked))
+
+    # Around a backward at a scale of 1 without masters, whose gradients stay where they are.
+
+    def enter_passed(self) -> None:
+        """Entry of `scale_loss`: report earlier steps, and note DistributedDataParallel under `no_sync`."""
+        self.pending.hear(wait=False)
+        if self._has_moved():
+            self.rows.ledger.slots.check = self._checked = None  # which keep discarded gradients alive
+        if not tensor_lists.any_gradient(self.rows.columns.plain_handle):
+            self.passed = None
+        self.ranks.enter(True, False)
+
+    def leave_passed(self, backward: Backward) -> None:
+        """Exit of `scale_loss`: keep the backward for the check, unless the loss of an earlier one was not finite."""
+        if self.passed is None or not self.passed.has_bad_loss():
+            backward.micro_batches = 1, backward.micro_batches[1]
+            self.passed = backward
+
+    def can_look(self) -> bool:
+        """True if all present gradients can be checked."""
+        self.rows.scan()
+        found = tensor_lists.gradients(self.rows.columns.plain_handle)
+        both = zip(found.tensors, found.accesses, strict=True) if tensor_lists.OTHER in found.accesses else ()
+        return all(grad is None or how != tensor_lists.OTHER or arithmetic.can_be_read(grad) for grad, how in both)
+
+    def has_unseen(self, is_stepping: bool) -> bool:
+        """True if there is a gradient that came, or was written, since the last check. Call after a scan.
+
+        Args:
+            is_stepping: True if a step comes next; then gradients that a skipped step left also count.
+        """
+        has_any = tensor_lists.any_gradient(self.rows.columns.plain_handle)
+        return has_any and ((is_stepping and self._has_left) or self._has_moved())
+
+    def _has_moved(self) -> bool:
+        """True if the present gradients are not those that were checked."""
+        marks = None if self._checked is None else self._checked[0]
+        return marks is None or marks.params is not self.rows.columns.plain_handle or marks.have_moved()
+
+    def note_seen(self) -> None:
+        """Note that the present gradients were checked, or are checked ones that were clipped."""
+        handle = self.rows.columns.plain_handle
+        self._checked = tensor_lists.gradient_marks(handle), tensor_lists.gradients(handle).tensors
+        self.passed = None
+
+    def note_clipped(self) -> None:
+        """Note that checked gradients were multiplied or clamped, which makes none of them infinite or NaN."""
+        if self._checked is not None:
+            self.note_seen()
+
+    def taken_unseen(self) -> None:
+        """Record a step that the class's own `step` takes, whatever the gradients are."""
+        self.rows.judge_half()
+        self.pending.taken_unseen()
+        self._checked = self.passed = None
 
     def _has_gradients(self) -> bool:
         """True if the next backward adds to gradients of earlier ones."""
@@ -306,6 +364,7 @@ class Stepper:
         """Record a step that the caller skipped, and spend its gradients."""
         self.pending.skipped_by_caller()
         self.backward_seen = False
+        self._checked = self.passed = None
         self._has_left = True
         self.rows.spend_gradients()
 
@@ -315,6 +374,7 @@ class Stepper:
             self.window.discard()
         self.pending.forget()
         self.backward_seen = False
+        self._checked = self.passed = None
         self.rows.discard_gradients()
         tensor_lists.discard_gradients(self.rows.columns.plain)
 
@@ -456,6 +516,9 @@ class Stepper:
         finally:
             rows.ledger.slots.check = None
         self.backward_seen = self._is_captured = False
+        # Marks alone tell too rarely that gradients are new, which matters to a clipping and not to a step.
+        self._checked = None if self._checked is None or not may_be_bad else (self._checked[0], ())
+        self.passed = None
         if may_be_bad:
             self.pending.conclude()  # when no gradient is left, as a report may raise
 

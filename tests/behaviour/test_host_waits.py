@@ -76,6 +76,33 @@ def test_a_step_of_torch_waits_for_each_decision(level: str, name: str) -> None:
         assert trained(gpu, level, partial(getattr(torch.optim, name), lr=1e-2)) == BACKWARDS
 
 
+@pytest.mark.parametrize("is_scaled", [True, False], ids=["scale_loss", "plain"])
+@pytest.mark.parametrize("clips", [True, False], ids=["clipped", ""])
+@pytest.mark.parametrize(("make", "waits"), [(optimizers.FusedAdam, 0), (torch.optim.RMSprop, 4)])
+def test_at_o4_only_an_unknown_optimizer_waits_once_a_step(
+    make: Callable[[Any], Any], waits: int, clips: bool, is_scaled: bool
+) -> None:
+    with pretended_gpu() as gpu:
+        model = model_on(gpu)
+        optimizer = make(model.parameters())
+        gpu.is_trapped = False
+        amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+        gpu.is_trapped = True
+        inputs = torch.randn(4, 8, device=GPU)
+        for _ in range(4):
+            loss = model(inputs).float().square().mean()
+            if is_scaled:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                loss.backward()
+            if clips:
+                amp.clip_grad_norm_(optimizer, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert gpu.waits == waits
+
+
 def operations_of_an_exit(gpu: PretendedGpu, layers: int) -> int:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
     for parameter in model.parameters():

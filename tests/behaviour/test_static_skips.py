@@ -1,34 +1,73 @@
-"""Gradients that are not finite under a static scale: stepped on as in apex, or skipped where they are read anyway."""
+"""Gradients that are not finite at a static scale: skipped in bfloat16, stepped on elsewhere as in apex."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from amp_engine import amp
-from amp_engine.errors import AmpValueError
+from amp_engine import amp, kernels
+from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.optimizers import LARC
 from tests.support import assert_bitwise
 
 MESSAGE = "Gradient overflow.  Skipping step, loss scaler 0 is static at 1.0"
+NAN = float("nan")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),  # by its own step
+}
 
 
-def steps(level: str, values: list[float], optimizers: int = 1, **keywords: Any) -> tuple[Any, list[bool]]:
+def by_scale_loss(loss: Tensor, optimizers: Any) -> None:
+    with amp.scale_loss(loss, optimizers) as scaled_loss:
+        scaled_loss.backward()
+
+
+def by_itself(loss: Tensor, optimizers: Any) -> None:
+    loss.backward()
+
+
+def by_delay(loss: Tensor, optimizers: Any) -> None:
+    with amp.scale_loss(loss, optimizers, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+
+
+def after_another(loss: Tensor, optimizers: Any) -> None:
+    by_scale_loss(loss.detach().nan_to_num(0.0) * next(iter(optimizers[0].param_groups[0]["params"])).sum(), optimizers)
+    loss.backward()
+
+
+LOOPS = {"scale_loss": by_scale_loss, "plain": by_itself, "delayed": by_delay, "both": after_another}
+
+
+def steps(
+    level: str,
+    values: list[float],
+    optimizers: int = 1,
+    run: Callable[[Tensor, Any], None] = by_scale_loss,
+    make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["AdamW"],
+    clip: Callable[[Any], object] = lambda optimizer: None,
+    **keywords: Any,
+) -> tuple[Any, list[bool]]:
     """Train on inputs of these values. Returns the model, and if each step left all weights as they were."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    made = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in ([model] if optimizers == 1 else model)]
+    made = [make(part.parameters()) for part in ([model] if optimizers == 1 else model)]
     model, made = amp.initialize(model, made, opt_level=level, verbosity=1, **keywords)
     stayed = []
     for value in values:
         before = copy.deepcopy(model.state_dict())
-        loss = model(torch.full((3, 4), value)).float().square().mean()
-        with amp.scale_loss(loss, made) as scaled_loss:
-            scaled_loss.backward()
+        run(model(torch.full((3, 4), value)).float().square().mean(), made)
+        for one in made:
+            clip(one)
         for one in made:
             one.step()
+        for one in made:
             one.zero_grad()
         after = model.state_dict()
         stayed.append(all(torch.equal(after[name], value) for name, value in before.items()))
@@ -39,53 +78,248 @@ def is_finite(model: nn.Module) -> bool:
     return all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+SKIPPING = {"O4": {}, "O5": {}, "O5, split": {"master_weights": "split"}, "O5, pure": {"master_weights": False}}
+
+
 @pytest.mark.parametrize("optimizers", [1, 3])
-def test_a_batch_of_nan_is_skipped_at_o5_and_training_goes_on(optimizers: int, capsys: Any) -> None:
-    model, stayed = steps("O5", [1.0, float("nan"), 1.0, float("inf"), 1.0], optimizers)
+@pytest.mark.parametrize("level", SKIPPING)
+def test_a_batch_of_nan_is_skipped_and_training_goes_on(level: str, optimizers: int, capsys: Any) -> None:
+    model, stayed = steps(level[:2], [1.0, NAN, 1.0, float("inf"), 1.0], optimizers, **SKIPPING[level])
     assert stayed == [False, True, False, True, False]
     assert is_finite(model)
-    assert capsys.readouterr().out.count(MESSAGE) == 2 * optimizers
+    said = capsys.readouterr().out
+    assert said.count(MESSAGE) == 2 * optimizers
+    assert said.count("Amp post-mortem:  data.  The loss is nan, scaled by 1.") == 2 * optimizers
 
 
-def test_masters_and_moments_are_as_if_the_batch_had_not_been_there() -> None:
+@pytest.mark.parametrize("clip", ["no", "amp", "torch", "value"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O4", "O5, split"])
+def test_so_it_is_in_every_loop(level: str, kind: str, loop: str, clip: str, capsys: Any) -> None:
+    if level == "O5, split" and kind == "RMSprop":
+        pytest.skip("has no step of ours")
+    clips: dict[str, Callable[[Any], object]] = {
+        "no": lambda optimizer: None,
+        "amp": lambda optimizer: amp.clip_grad_norm_(optimizer, 1.0),
+        "torch": lambda optimizer: nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0),
+        "value": lambda optimizer: amp.clip_grad_value_(optimizer, 0.5),
+    }
+    values = [1.0, NAN, 2.0]
+    model, stayed = steps(level[:2], values, 1, LOOPS[loop], OPTIMIZERS[kind], clips[clip], **SKIPPING[level])
+    assert stayed == [False, True, False]
+    assert is_finite(model)
+    assert capsys.readouterr().out.count(MESSAGE) == 1
+
+
+@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_masters_and_moments_are_as_if_the_batch_had_not_been_there(level: str, loop: str) -> None:
+    if (level, loop) == ("O5", "plain"):
+        pytest.skip("gradients do not reach the masters")
     torch.manual_seed(1)
-    model, _ = steps("O5", [1.0, float("nan"), 2.0])
+    model, _ = steps(level, [1.0, NAN, 2.0], run=LOOPS[loop])
     amp.close()  # which gives the masters' values
     torch.manual_seed(1)
-    other, _ = steps("O5", [1.0, 2.0])
+    other, _ = steps(level, [1.0, 2.0], run=LOOPS[loop])
     amp.close()
     assert_bitwise(model.state_dict(), other.state_dict())
+
+
+def test_all_optimizers_of_a_loss_skip_or_none() -> None:
+    model = nn.Linear(4, 2)
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    amp.initialize(model, optimizers, opt_level="O4", verbosity=0)
+    before = copy.deepcopy(model.state_dict())
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    model.bias.grad[0] = NAN
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_bitwise(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
+def test_gradients_are_read_once_before_a_step(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `amp.clip_grad_norm_` has read them for the norm, the step does not."""
+    reads, run = [], kernels.ListCheck.run
+
+    def counting(self: Any, tensors: Any, *args: Any) -> Any:
+        reads.append(sum(t is not None for t in tensors))
+        return run(self, tensors, *args)
+
+    monkeypatch.setattr(kernels.ListCheck, "run", counting)
+    for clip in (lambda optimizer: None, lambda optimizer: amp.clip_grad_norm_(optimizer, 1.0)):
+        reads.clear()
+        steps("O4", [1.0, 1.0, 1.0], run=LOOPS[loop], clip=clip)
+        # The first clipping reads them again: torch is asked to note writes from then on.
+        assert sum(reads[-2:]) == 2 * 6
+        amp.close()
+
+
+@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
+def test_accumulated_gradients_are_read_once(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, run = [], kernels.ListCheck.run
+    monkeypatch.setattr(kernels.ListCheck, "run", lambda *args: reads.append(1) or run(*args))  # type: ignore[func-returns-value]
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=1)
+    for value in (1.0, NAN, 1.0):
+        LOOPS[loop](model(torch.full((3, 4), value)).square().mean(), optimizer)
+    optimizer.step()
+    assert is_finite(model)
+    assert len(reads) == 1
+
+
+def test_the_micro_batch_of_a_loss_that_is_not_finite_is_named(capsys: Any) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=1, num_losses=2)
+    for loss_id, value in enumerate((1.0, NAN, 1.0)):
+        with amp.scale_loss(model(torch.full((3, 4), value)).square().mean(), optimizer, loss_id=loss_id % 2) as loss:
+            loss.backward()
+    optimizer.step()
+    said = capsys.readouterr().out
+    assert "loss scaler 1 is static at 1.0\nAmp post-mortem:  data.  The loss is nan" in said
+
+
+def test_a_plain_loop_says_that_the_loss_is_not_known(capsys: Any) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=1)
+    capsys.readouterr()
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.full((3, 4), NAN)).square().mean().backward()
+        optimizer.step()
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first == MESSAGE
+    assert (
+        "The loss is not known, scaled by 1.  Why is not known, as the loss was not passed to amp.scale_loss" in second
+    )
+    assert "Loss finite: not known.  Non-finite gradients: 2 of 2 (weight, bias).  First in the gradient of" in rest[-1]
+
+
+def test_weights_that_are_not_finite_are_found_in_a_plain_loop(capsys: Any) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=1)
+    with torch.no_grad():
+        model.weight[0, 0] = NAN
+    model(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    assert "Amp post-mortem:  weights.  The loss is not known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
+def test_gradients_that_a_skipped_step_left_skip_until_they_are_zeroed(loop: str) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    skipped = []
+    for value in (NAN, 1.0, 0.0, 1.0):
+        if value == 0.0:
+            optimizer.zero_grad()
+            continue
+        LOOPS[loop](model(torch.full((3, 4), value)).square().mean(), optimizer)
+        optimizer.step()
+        skipped.append(amp.last_step().skipped)
+    assert skipped == [True, True, False]
+
+
+@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
+def test_a_step_with_a_closure_is_torchs(loop: str) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+
+    def closure(value: float) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.full((3, 4), value)).square().mean()
+        LOOPS[loop](loss, optimizer)
+        return loss
+
+    before = model.weight.detach().clone()
+    optimizer.step(lambda: closure(1.0))
+    assert not torch.equal(model.weight, before)
+    optimizer.step(lambda: closure(NAN))
+    assert not is_finite(model)
+    assert not amp.last_step().skipped
+
+
+def test_a_wrapper_that_writes_gradients_skips_too() -> None:
+    model, stayed = None, []
+    model = nn.Linear(4, 2)
+    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1))
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    for value in (1.0, NAN, 1.0):
+        before = model.weight.detach().clone()
+        model(torch.full((3, 4), value)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stayed.append(torch.equal(model.weight, before))
+    assert stayed == [False, True, False]
+
+
+def test_torchs_grad_scaler_decides_for_itself(capsys: Any) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=1)
+    capsys.readouterr()
+    for value in (1.0, NAN, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((3, 4), value)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert is_finite(model)
+    assert scaler.get_scale() == 2.0
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
     ("level", "keywords"),
     [
         ("O5", {"skip_on_overflow": False}),
-        ("O4", {}),  # nothing reads these gradients
-        ("O5", {"master_weights": False}),
-        ("O5", {"master_weights": "split"}),
+        ("O4", {"skip_on_overflow": False}),
+        ("O0", {}),
+        ("O3", {}),
         ("O2", {"loss_scale": 1.0}),  # as apex
     ],
     ids=str,
 )
-def test_elsewhere_the_step_is_taken(level: str, keywords: Any) -> None:
-    model, stayed = steps(level, [float("nan")], **keywords)
+@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
+def test_elsewhere_the_step_is_taken(level: str, keywords: Any, loop: str) -> None:
+    if loop == "plain" and level in ("O2", "O5"):
+        pytest.skip("gradients do not reach the masters")
+    model, stayed = steps(level, [NAN], run=LOOPS[loop], **keywords)
     assert stayed == [False]
     assert not is_finite(model)
 
 
+@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
 @pytest.mark.parametrize("level", ["O0", "O2", "O4", "O5"])
-def test_true_skips_at_every_level(level: str) -> None:
-    model, stayed = steps(level, [float("nan"), 1.0], skip_on_overflow=True, loss_scale=1.0)
+def test_true_skips_at_every_level(level: str, loop: str) -> None:
+    if loop == "plain" and level in ("O2", "O5"):
+        pytest.skip("gradients do not reach the masters")
+    model, stayed = steps(level, [NAN, 1.0], run=LOOPS[loop], skip_on_overflow=True, loss_scale=1.0)
     assert stayed == [True, False]
     assert is_finite(model)
+
+
+def test_true_refuses_a_closure() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", skip_on_overflow=True, verbosity=0)
+    with pytest.raises(AmpStateError, match="does not support closure use"):
+        optimizer.step(lambda: torch.zeros(()))
 
 
 def test_half_weights_with_masters_at_o4_are_read_and_skip() -> None:
     model = nn.Linear(4, 2).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O4", master_weights=True, verbosity=0)
-    with amp.scale_loss(model(torch.full((1, 4), float("nan"))).sum(), optimizer) as scaled_loss:
+    with amp.scale_loss(model(torch.full((1, 4), NAN)).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
     assert is_finite(model)

@@ -683,7 +683,7 @@ def test_the_page_is_whole_and_loads_nothing(level: str, tmp_path: Path) -> None
     assert "url(" not in page.words
     assert "@import" not in page.words
     assert page.count("svg") == 1 + (len(found.losses[0].history) > 1), "memory, and the scale if there is news of it"
-    assert (len(found.losses[0].history) > 1) == (level in (*DYNAMIC_LEVELS, "O5"))
+    assert (len(found.losses[0].history) > 1) == (level in (*DYNAMIC_LEVELS, "O4", "O5"))
 
 
 def test_the_plot_marks_each_overflow_and_the_bar_has_each_class(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from amp_engine.stepping.saved_values import (
     is_of_range,
     remade,
     why,
+    why_divisor,
     why_mask,
     why_nothing,
     why_result,
@@ -274,11 +275,26 @@ class _Search:
         if (operation := name_of(node)) not in EXPLAINED:
             return None
         for name, saved in self._saved[node]:
+            is_divisor = operation == "div" and name == "_saved_other"
+            if is_divisor and _ends_in_float16(node) and (reason := why_divisor(saved.detach())) is not None:
+                return reason
             if (reason := why(STEEP, node, operation, name, saved.detach())) is not None:
                 return reason
             if _is_result(name) and (reason := why_result(operation, saved.detach())) is not None:
                 return reason
         return None
+
+
+def _ends_in_float16(node: Node) -> bool:
+    """True if the gradient of the first input of `node`, which is not float16, is cast to float16."""
+    following = node.next_functions[0][0]
+    while following is not None and (name_of(following) == "cast" or name_of(following) in _PASSING):
+        following = following.next_functions[0][0]
+    if following is None:
+        return False
+    leaf = leaf_of(following)
+    types = [one.dtype for one in following._input_metadata] if leaf is None else [leaf.dtype]
+    return torch.float16 in types and node._input_metadata[0].dtype != torch.float16
 
 
 def undefined_derivative(loss: Tensor) -> tuple[str | None, Origin | None]:

@@ -38,6 +38,7 @@ _OF_RESULT: Mapping[str, _Kinds] = {  # the inputs that led to a result that is 
     "reciprocal": [(torch.isinf, "of 0, or of nearly 0,")],
     "sqrt": [(torch.isnan, "of negative numbers, or of nan,")],
 }
+_SMALLEST = 2.0**-24  # float16 has no smaller number but 0
 EXPLAINED = NO_RESULT.keys() | STEEP.keys() | _OF_RESULT.keys() | {"pow"}
 """The operations that `why` or `why_result` knows."""
 # Operation -> the two tensors that it multiplies.
@@ -58,6 +59,18 @@ def why(values: Values, node: Node, operation: str, name: str, saved: Tensor) ->
         return None
     which, kinds = values.get(operation, ("", []))
     return _first_of(kinds, operation, saved) if name == f"_saved_{which}" else None
+
+
+def why_divisor(divisor: Tensor) -> str | None:
+    """Say that a division multiplies float16 gradients beyond their range, as `normalize` does in a row of zeros.
+
+    None if no number is so small that float16 would have 0 for it. Waits for the device.
+    """
+    small = divisor.abs()[(divisor != 0) & (divisor.abs() < _SMALLEST)]
+    if small.numel() == 0:
+        return None
+    elements = f"in {small.numel()} of {divisor.numel()} elements"
+    return f"div by numbers down to {float(small.min()):.3g} enlarges gradients, beyond float16's range, {elements}"
 
 
 def why_nothing(node: Node, operation: str, saved: Mapping[str, Tensor]) -> str | None:
@@ -131,6 +144,10 @@ def advice(why: str) -> str:
         return "What follows makes nan of it, as 0 * inf does: fill in a finite number there, before that."
     if why.endswith(("of nothing", "all ignored")):
         return "Leave out what has nothing left."
+    if why.startswith("div by numbers"):
+        return (
+            "Raise the eps there, as in F.normalize(x, eps=1e-3), or compute in FP32 what is divided (amp.keep_float)."
+        )
     if why.startswith("native_batch_norm"):
         return "A variance is not negative: load or measure it anew."
     if ", beyond float16" in why:

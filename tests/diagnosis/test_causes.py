@@ -210,6 +210,38 @@ def test_a_backward_of_the_users_own_is_not_run_once_more(engine: Engine) -> Non
     assert Counted.calls == 3
 
 
+@pytest.mark.parametrize(
+    ("normalized", "why"),
+    [
+        (
+            lambda y: F.normalize(y),
+            "div by numbers down to 1e-12 enlarges gradients, beyond float16's range, in 6 of 18",
+        ),
+        (lambda y: y / y.norm(dim=1, keepdim=True).clamp_min(1e-9), "div by numbers down to 1e-09 enlarges gradients"),
+        (lambda y: F.cosine_similarity(y, torch.ones(3, 6)), "div by numbers down to 1e-08 enlarges gradients"),
+    ],
+    ids=["normalize", "norm", "cosine_similarity"],
+)
+def test_a_row_of_zeros_that_is_normalized_is_named(engine: Engine, normalized: Any, why: str) -> None:
+    model = nn.Linear(4, 6, bias=False)
+    x = torch.ones(3, 4)
+    x[1] = 0.0
+    records = trained(engine, model, lambda _: normalized(model(x)).sum(), 3, "O1", verbosity=0)
+    assert [one.why is None for one in records] == [True, False, False]
+    assert str(records[-1].why).startswith(why)
+    assert "  Raise the eps there, as in F.normalize(x, eps=1e-3), or compute in FP32 what is divided" in str(
+        records[-1]
+    )
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_division_by_a_small_number_is_named_only_where_its_gradient_is_float16(engine: Engine, level: str) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    model = nn.ParameterList([weight])
+    records = trained(engine, model, lambda _: (weight * 1e-12 / 1e-9).sum() * 1e38, 3, level, loss_scale="dynamic")
+    assert [one.why for one in records] == [None] * 3
+
+
 @pytest.mark.parametrize("kind", ["data", "forward"])
 def test_a_value_that_the_loss_hides_is_found_from_the_second_overflow_on(engine: Engine, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, 6))

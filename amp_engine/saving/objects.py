@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -32,16 +33,34 @@ def load_states(objects: Mapping[str, Any], saved: Mapping[str, Any], path: str)
         raise AmpValueError(f"{path} has no {', '.join(map(repr, missing))}.  It has {', '.join(map(repr, saved))}.")
     pairs = [pair for name, value in objects.items() for pair in _pairs(name, value, saved[name])]
     before: list[tuple[str, Any, Any]] = []
+    name = ""
     try:
         for name, target, state in pairs:
             before.append((name, target, _on_host(target.state_dict())))
             target.load_state_dict(state)
     except BaseException as e:
-        for _, target, state in reversed(before):
-            target.load_state_dict(state)
+        refused = _put_back(before)
         if not isinstance(e, Exception):
             raise
-        raise AmpStateError(f"{path} does not fit, and nothing of it was loaded.  {before[-1][0]}: {e}") from e
+        is_left = "nothing of it was loaded" if not refused else f"only {', '.join(refused)} may hold a part of it"
+        also = f"  Its earlier state was refused as well: {refused[name]}" if name in refused else ""
+        raise AmpStateError(f"{path} does not fit, and {is_left}.  {name}: {e}{also}") from e
+
+
+def _put_back(before: list[tuple[str, Any, Any]]) -> dict[str, Exception]:
+    """Load earlier states, the last first. Returns the error of each object that refuses its own, by name."""
+    refused: dict[str, Exception] = {}
+    with ExitStack() as undo:  # goes on where one raises, an interrupt too
+        for name, target, state in before:
+            undo.callback(_load_back, name, target, state, refused)
+    return refused
+
+
+def _load_back(name: str, target: Any, state: Any, refused: dict[str, Exception]) -> None:
+    try:
+        target.load_state_dict(state)
+    except Exception as e:
+        refused[name] = e
 
 
 def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[str, Any, Any]]:

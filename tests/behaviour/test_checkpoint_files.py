@@ -175,6 +175,41 @@ def test_what_does_not_fit_is_refused_and_everything_put_back(path: Path, level:
     assert_bitwise(everything(model, optimizer), after)
 
 
+class Stubborn:
+    """Refuses every state, its own too."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of another run"), KeyboardInterrupt()], ids=["refuses", "interrupted"])
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_what_refuses_its_earlier_state_keeps_no_other_from_its_own(
+    path: Path, level: str, error: BaseException
+) -> None:
+    model, optimizer = started(level, adamw, seed=5)
+    train(NORMED_MLP, model, optimizer, "cc")
+    amp.save(path, model=model, other={"epoch": 2}, optimizer=optimizer)
+    amp.close()
+    model, optimizer = started(level, adamw)
+    train(NORMED_MLP, model, optimizer, "ccc")
+    before = everything(model, optimizer)
+    with pytest.raises((AmpStateError, KeyboardInterrupt)) as raised:
+        amp.load(path, model=model, optimizer=optimizer, other=Stubborn(error))
+    if isinstance(error, RuntimeError):
+        said = "only other may hold a part of it.  other: of another run  Its earlier state was refused as well"
+        assert said in str(raised.value)
+    else:
+        assert raised.value is error
+    assert_bitwise(everything(model, optimizer), before)
+
+
 @pytest.mark.parametrize(
     ("objects", "error", "text"),
     [

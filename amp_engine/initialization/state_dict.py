@@ -127,7 +127,7 @@ def keep_incoming(
     local_metadata: dict[str, Any],
     *torch_reports: Any,
 ) -> None:
-    """Load pre-hook: note the incoming values of parameters with masters, before torch rounds them.
+    """Load pre-hook: note where the values of parameters with masters come from, which torch will round.
 
     Raises AmpStateError for `load_state_dict(..., assign=True)`.
     """
@@ -145,8 +145,7 @@ def keep_incoming(
                     "load_state_dict(assign=True) would replace the parameters that the optimizer's FP32 masters "
                     "belong to.  Use load_state_dict(state_dict), or load before amp.initialize()."
                 )
-            value = state_dict.get(prefix + name)
-            keeper.expect(value if isinstance(value, Tensor) else None)
+            keeper.expect(state_dict, prefix + name)
 
 
 def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:

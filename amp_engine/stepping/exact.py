@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +33,17 @@ class Exact:
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
-        self._incoming: Tensor | None = None
+        self._incoming: tuple[Mapping[str, Any], str] | None = None
 
-    def expect(self, value: Tensor | None) -> None:
-        """Hold a checkpoint's value while torch copies it into the parameter."""
-        self._incoming = value
+    def expect(self, state_dict: Mapping[str, Any], key: str) -> None:
+        """Hold a checkpoint while torch copies a value of it into the parameter. Hooks may still change it."""
+        self._incoming = state_dict, key
 
     def pop_expected(self) -> Tensor | None:
-        """Return the expected value, and hold it no longer."""
-        value, self._incoming = self._incoming, None
-        return value
+        """Return the value that the checkpoint has by now, and hold it no longer."""
+        incoming, self._incoming = self._incoming, None
+        value = None if incoming is None else incoming[0].get(incoming[1])
+        return value if isinstance(value, Tensor) else None
 
     def in_sync(self) -> bool:
         """True if only this keeper wrote the parameter since it was rounded from the value."""

@@ -338,6 +338,17 @@ O2 = "m, o = amp.initialize(m, o, opt_level='O2')\n"
         (f"{O2}F.linear(x, m.head.weight, m.head.bias)", 6, "write m.head.weight.float() and m.head.bias.float()"),
         (f"{O2}F.layer_norm(x, (8,), m.n.weight, m.n.bias)", 6, "write m.n.weight.float() and m.n.bias.float()"),
         ("self.m, o = amp.initialize(m, o, opt_level=level)\nF.linear(x, self.m.w)", 6, "write self.m.w.float()"),
+        (f"{O2}own = m.state_dict()\nown[k].copy_(v)", 7, "call m.load_state_dict(...)"),
+        (
+            f"{O2}def f():\n  own = m.module.state_dict()\n  own[k].data.copy_(v)",
+            8,
+            "m.module.state_dict() gives FP32 copies",
+        ),
+        (f"{O2}m.state_dict()[k].fill_(1.0)", 6, "call m.load_state_dict(...)"),
+        (f"{O2}for k, v in m.state_dict().items():\n  if k in new: v.copy_(new[k])", 7, "does not reach the model"),
+        (f"{O2}own = m.state_dict()\nfor v in own.values():\n  v *= decay", 8, "call m.load_state_dict(...)"),
+        (f"{O2}own = m.state_dict()\nown[k] += v", 7, "call m.load_state_dict(...)"),
+        (f"{O2}own = m.state_dict()\nown[k][:2] = v", 7, "call m.load_state_dict(...)"),
     ],
 )
 def test_a_trap_gets_a_note_at_its_line(script, source, line, text):
@@ -376,6 +387,12 @@ def test_a_trap_gets_a_note_at_its_line(script, source, line, text):
         f"{O2}x @ m.part(y)",
         f"{O2}torch.zeros_like(m.w)",
         f"{O2}m(x) + m.forward(x) + m.a.b(x) + m.layers[3].forward(x)",
+        f"{O2}own = m.state_dict()\nown[k].copy_(v)\nm.load_state_dict(own)",
+        f"{O2}own = m.state_dict()\nown[k] = v\nown.update(new)",
+        f"{O2}own = m.state_dict()\nfor k, v in own.items(): print(v.sum_of(k))\nv.copy_(x)",
+        f"{O2}o.state_dict()[k].copy_(v)",
+        "m, o = amp.initialize(m, o, opt_level='O1')\nown = m.state_dict()\nown[k].copy_(v)",
+        "own = m.state_dict()\nown[k].copy_(v)",
     ],
 )
 def test_what_is_right_gets_no_note(script, source):

@@ -55,6 +55,7 @@ class Traps:
             yield from self._binary_cross_entropies()
             yield from self._wrapped_too_early()
             yield from self._clips_of_model_gradients()
+            yield from self._writes_into_state_dicts()
 
     def _calls_of(self, *names: str) -> list[ast.Call]:
         return [call for call, name in self._calls.items() if name in names]
@@ -142,6 +143,59 @@ class Traps:
                 clipped = _argument(call, 0, "parameters") if self._calls.get(call) in _CLIPS else None
                 if clipped is not None and ast.unparse(clipped).endswith(".parameters()"):
                     yield call, "at O2 and O5 the step does not read these gradients: clip amp.master_params(optimizer)"
+
+    def _writes_into_state_dicts(self) -> Iterator[tuple[ast.expr, str]]:
+        if self._levels and self._levels <= {"O0", *_FUNCTION_LEVELS}:
+            return
+        optimizers = self._objects(self._initialize + self._scale_loss, 1, "optimizers")
+        loaded = {
+            ast.unparse(argument)
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "load_state_dict"
+            for argument in node.args
+        }
+        models: dict[str, str] = {}  # the source of a state dictionary -> the model that gave it
+        for node in ast.walk(self._tree):
+            match node:
+                case ast.Call(func=ast.Attribute(value=owner, attr="state_dict")) if (
+                    ast.unparse(owner) not in optimizers
+                ):
+                    sources = {ast.unparse(source) for source in [node, *self._assigned.get(node, [])]}
+                    models |= dict.fromkeys(sources - loaded, ast.unparse(owner))
+        for written, source in _written_entries(self._tree, set(models)):
+            yield (
+                written,
+                f"at O2, O3 and O5 {models[source]}.state_dict() gives FP32 copies, and this does not reach the model: "
+                f"call {models[source]}.load_state_dict(...) with the dictionary that was written",
+            )
+
+
+def _written_entries(tree: ast.AST, sources: Set[str]) -> Iterator[tuple[ast.expr, str]]:
+    """Yield each expression that writes into a tensor of the dictionaries `sources`, with the dictionary."""
+    variables: dict[ast.AST, dict[str, str]] = {}  # node -> names of tensors in it, with their dictionaries
+    for node in ast.walk(tree):
+        names = dict(variables.get(node, {}))
+        match node:
+            case ast.For(target=target, iter=ast.Call(func=ast.Attribute(value=owner, attr="items" | "values"))):
+                if (source := ast.unparse(owner)) in sources:
+                    names[ast.unparse(_elements(target)[-1])] = source
+        variables |= dict.fromkeys(ast.iter_child_nodes(node), names)
+        match node:
+            case ast.Call(func=ast.Attribute(value=written, attr=attr)) if attr.endswith("_") and attr[0] != "_":
+                entry: ast.expr | None = written
+            case ast.AugAssign(target=ast.expr() as entry) | ast.Assign(targets=[ast.Subscript(value=entry)]):
+                pass
+            case _:
+                continue
+        while isinstance(entry, ast.Attribute) and entry.attr == "data":
+            entry = entry.value
+        match entry:
+            case ast.Subscript(value=owner) if ast.unparse(owner) in sources:
+                yield entry, ast.unparse(owner)
+            case ast.Name(id=name) if name in names:
+                yield entry, names[name]
 
 
 def _argument(call: ast.Call, index: int, name: str) -> ast.expr | None:

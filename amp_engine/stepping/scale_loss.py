@@ -165,21 +165,21 @@ class ScaledBackwards:
         if not self._looks([stepped], None if is_captured and fused_step_of(stepped.optimizer) else device):
             return
         if stepped.passed is not None:
-            self._look_at_passed(stepped.passed)
+            self._look_at_passed(stepped.passed, stepped if is_stepping else None)
             return
         scaler.to(device)
         backward = Backward(scaler, 0, scaler.snapshot())
         self.evidence.enter_unseen(backward)
-        self._look_at([stepped], backward, tells=True)
+        self._look_at([stepped], backward, stepped if is_stepping else None, tells=True)
 
-    def _look_at_passed(self, backward: Backward) -> None:
+    def _look_at_passed(self, backward: Backward, stepping: Stepper | None = None) -> None:
         """Check all gradients that this backward, and earlier ones, left to be checked."""
-        self._look_at([one for one in self.all if one.passed is backward], backward, tells=False)
+        self._look_at([one for one in self.all if one.passed is backward], backward, stepping, tells=False)
 
-    def _look_at(self, stepped: Sequence[Stepper], backward: Backward, tells: bool) -> None:
+    def _look_at(self, stepped: Sequence[Stepper], backward: Backward, stepping: Stepper | None, tells: bool) -> None:
         """Check all present gradients, which have a scale of 1 and stay where they are. No host sync.
 
-        Those of an optimizer of which one cannot be read are left alone.
+        Those of an optimizer of which one cannot be read are left alone. `stepping` steps next, if it is one of them.
         """
         readable = [one for one in stepped if one.can_look()]
         for one in readable:
@@ -187,7 +187,7 @@ class ScaledBackwards:
         if readable:
             self.close_windows(readable, backward, tells=tells)
         for one in readable:
-            one.note_seen()
+            one.note_seen(is_stepping=one is stepping)
 
     def close_windows(
         self,

@@ -211,10 +211,11 @@ class Stepper:
         marks = None if self._checked is None else self._checked[0]
         return marks is None or marks.params is not self.rows.columns.plain_handle or marks.have_moved()
 
-    def note_seen(self) -> None:
+    def note_seen(self, is_stepping: bool = False) -> None:
         """Note that the present gradients were checked, or are checked ones that were clipped."""
         handle = self.rows.columns.plain_handle
-        self._checked = tensor_lists.gradient_marks(handle), tensor_lists.gradients(handle).tensors
+        grads = () if is_stepping else tensor_lists.gradients(handle).tensors
+        self._checked = tensor_lists.gradient_marks(handle), grads
         self.passed = None
 
     def note_clipped(self) -> None:
@@ -516,8 +517,8 @@ class Stepper:
         finally:
             rows.ledger.slots.check = None
         self.backward_seen = self._is_captured = False
-        # Marks alone tell too rarely that gradients are new, which matters to a clipping and not to a step.
-        self._checked = None if self._checked is None or not may_be_bad else (self._checked[0], ())
+        # For a clipping of what a skipped step left. Marks alone miss a new gradient in the place of an old one.
+        self._checked = (self._checked[0], ()) if self._checked is not None and may_be_bad else None
         self.passed = None
         if may_be_bad:
             self.pending.conclude()  # when no gradient is left, as a report may raise

@@ -146,6 +146,8 @@ def in_scale_loss(
     world.same(ours, plain, "loss")
     through = ref.passes_through(optimizers, loss_id)
     reentered = [o for o in optimizers if ref.windows[o] is not None]
+    if through:
+        ref.enter_passed(optimizers)
     scale = 1.0 if through else ref.enter(optimizers, loss_id, heed=trouble != "early")
     marks = {o: ref.marks(o) for o in reentered}
     factor = {"inf": float("inf"), "nan": float("nan")}.get(trouble, 1.0)
@@ -179,7 +181,9 @@ def in_scale_loss(
         if not through:
             ref.abandon(optimizers, marks)
         return
-    if not through and not delay:
+    if through:
+        ref.leave_passed(optimizers)
+    elif not delay:
         ref.exit(optimizers, loss_id, late_check)
 
 
@@ -276,8 +280,7 @@ def step(world: World, which: int, how: str = "") -> None:
     args, kwargs = {"None": ((None,), {}), "closure=None": ((), {"closure": None})}.get(how, ((), {}))
     world.optimizers[o].step(*args, **kwargs)
     world.ref.step(o)
-    if not world.ref.passes_through([o], 0):
-        world.same(amp.current_engine().step_was_skipped(world.optimizers[o]), world.ref.skipped[o], "step was skipped")
+    world.same(amp.current_engine().step_was_skipped(world.optimizers[o]), world.ref.skipped[o], "step was skipped")
     if o in world.inexact or o in world.ref.clipped:
         world.rounded.add(o)
 
@@ -332,7 +335,12 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
         norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     else:
         norm = amp.clip_grad_norm_(world.optimizers[o], max_norm, order)
-    plain = torch.nn.utils.clip_grad_norm_(params, max_norm, order)
+        ref.look(o)
+    grads = [p.grad if kind == "torch" else p.grad.float() for p in params if p.grad is not None]  # ours in FP32
+    plain = torch.nn.utils.get_total_norm(grads, order)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, plain)
+    if kind != "torch" and ref.looked[o]:
+        ref.looked[o] = ref.gradients(o)
     tiny = 1e-29  # what a step leaves for `zero_grad` to find
     world.same(norm.float(), plain.float(), "norm", 1e-2 if world.level == "O3" else 1e-5, tiny)
     ref.clipped.add(o)

@@ -29,6 +29,7 @@ def resume(ref: Reference) -> None:
         ref.settle(o)
         ref.write_back(o)
         ref.overflowed[o] = ref.skipped[o] = False
+        ref.passed[o], ref.looked[o] = None, []
     for p in (*ref.params.values(), *ref.masters.values()):
         p.grad = None
     for scaler in ref.scalers:

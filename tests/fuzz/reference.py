@@ -22,12 +22,12 @@ class Reference:
     """Models, optimizers and loss scales at one level. Models come in FP32 and are copied."""
 
     def __init__(self, models: list[Any], groups: Any, make: list[Any], scalers: list[Scaler], start: Any) -> None:
-        level, self.adopt, self.skips = start["level"], start["adopt"], start["skips"] is True
+        level, self.adopt = start["level"], start["adopt"]
         self.level, self.scalers = level, scalers
         self.arrives = arrives = getattr(torch, start.get("half") or "float32")
         casts = level not in ("O1", "O4")
         self.by_master = level in ("O2", "O5") or (arrives is not torch.float32 and not casts)
-        self.skips_read = start["skips"] == "auto" and self.by_master and HALF[level] is torch.bfloat16
+        self.skips = start["skips"] is True or (start["skips"] == "auto" and HALF.get(level) is torch.bfloat16)
         self.dtype = HALF[level] if level in ("O2", "O3", "O5") else torch.float32
         self.models = [
             cast_model(m, self.dtype, keep_batchnorm=self.by_master) if casts else copy.deepcopy(m) for m in models
@@ -48,6 +48,9 @@ class Reference:
         self.overflowed, self.skipped = [False for _ in groups], [False for _ in groups]
         self.seen = [False for _ in groups]  # whether there was a backward since the last step
         self.left = [False for _ in groups]  # whether the last step was skipped, and none was since
+        self.losses = 0  # at a scale of 1 without masters
+        self.passed: list[int | None] = [None for _ in groups]  # the last of them whose gradients were not looked at
+        self.looked: list[list[Any]] = [[] for _ in groups]  # gradients that were looked at, with their versions
         self.moved: set[str] = set()  # parameters that the user wrote since their masters looked last
         self.added: set[str] = set()  # to a group, since masters were looked for
         self.regrouped: set[int] = set()  # optimizers whose groups lost something since
@@ -161,8 +164,39 @@ class Reference:
 
     def passes_through(self, optimizers: list[int], loss_id: int) -> bool:
         scaler = self.scalers[loss_id]
-        works = scaler.dynamic or scaler.scale != 1.0 or self.by_master or self.skips
+        works = scaler.dynamic or scaler.scale != 1.0 or self.by_master
         return not works and all(self.windows[o] is None for o in optimizers)
+
+    def enter_passed(self, optimizers: list[int]) -> None:
+        """Where there is nothing to scale gradients stay where they are."""
+        for o in optimizers:
+            if all(self.params[name].grad is None for name in self.names(o)):
+                self.passed[o] = None
+
+    def leave_passed(self, optimizers: list[int]) -> None:
+        """They are looked at later, with those of all optimizers of their loss."""
+        self.losses += 1
+        for o in optimizers:
+            self.passed[o] = self.losses
+
+    def look(self, o: int, is_stepping: bool = False) -> None:
+        """Before a step or a clip where there is nothing to scale: gradients that came since the last look decide."""
+        now = self.gradients(o)
+        if not (self.skips and self.passes_through([o], 0)) or all(grad is None for grad, _ in now):
+            return
+        if not (is_stepping and self.left[o]) and is_same(now, self.looked[o]):
+            return
+        together = [one for one, loss in enumerate(self.passed) if one == o or (loss and loss == self.passed[o])]
+        found = [grad for one in together for grad, _ in self.gradients(one) if grad is not None]
+        overflowed = not all(bool(grad.isfinite().all()) for grad in found)
+        for one in together:
+            self.overflowed[one] |= overflowed
+            self.left[one], self.passed[one], self.looked[one] = False, None, self.gradients(one)
+
+    def gradients(self, o: int) -> list[Any]:
+        """The gradients of an optimizer, with their versions."""
+        grads = [self.params[name].grad for name in self.names(o)]
+        return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
     def enter(self, optimizers: list[int], loss_id: int, heed: bool = True) -> float:
         """Set earlier gradients aside. Returns the scale of the loss: it has one, and windows of others close.
@@ -212,7 +246,7 @@ class Reference:
         if not late_check:
             scaler.update(overflowed)
             for o in optimizers:
-                self.overflowed[o] |= overflowed and (scaler.dynamic or self.skips or self.skips_read)
+                self.overflowed[o] |= overflowed and (scaler.dynamic or self.skips)
 
     def abandon(self, optimizers: list[int], reentered: dict[int, list[Any]]) -> None:
         """Gradients as they were at the entry; what a backward added to scaled ones cannot be told apart."""
@@ -243,8 +277,10 @@ class Reference:
             self.exit([o], 0)
         for hook in self.hooks[o]:
             hook(self.optimizers[o], (), {})
+        self.look(o, is_stepping=True)
         self.skipped[o], self.overflowed[o] = self.overflowed[o], False
         self.seen[o], self.left[o] = False, self.skipped[o]
+        self.passed[o], self.looked[o] = None, self.looked[o] if self.skipped[o] else []
         self.scan(o)
         self.write_back(o, self.written - self.moved)
         self.settle(o)
@@ -292,3 +328,10 @@ class Reference:
                 if window.in_place and self.params[name].grad is not None:
                     window.earlier[name] = torch.zeros_like(self.masters[name])
                 self.params[name].grad = self.masters[name].grad = None
+
+
+def is_same(now: list[Any], before: list[Any]) -> bool:
+    """True if these are the same gradients, which nobody has written."""
+    return len(now) == len(before) and all(
+        grad is earlier and version == then for (grad, version), (earlier, then) in zip(now, before, strict=True)
+    )

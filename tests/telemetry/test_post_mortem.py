@@ -31,9 +31,7 @@ class Run:
         self.engine = Engine()
         self.model = Model(kind)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
-        # At O4 and O5 nothing is skipped, and at O4 no gradient looked at, unless the user asks.
-        keywords = {"verbosity": 0, "skip_on_overflow": level in ("O4", "O5"), **keywords}
-        self.engine.initialize(self.model, self.optimizer, opt_level=level, **keywords)
+        self.engine.initialize(self.model, self.optimizer, opt_level=level, **{"verbosity": 0, **keywords})
         self.wrapped = wrap(self.model)
         self.index = 0
         self.bad = ""

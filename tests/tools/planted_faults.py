@@ -248,8 +248,6 @@ class Run:
     def __init__(self, level: str, model: Any, lr: float = 1e-3, trained: Any = None, **keywords: Any) -> None:
         self.model, self.engine, self.index = model, Engine(), 0
         self.optimizer = torch.optim.SGD(list(trained or model.parameters()), lr=lr)
-        if level in ("O4", "O5"):
-            keywords.setdefault("skip_on_overflow", True)
         self.engine.initialize(model, self.optimizer, opt_level=level, **keywords)
         if self.engine.scalers[0].dynamic:
             self.engine.scalers[0].scale.fill_(256.0)  # which fits

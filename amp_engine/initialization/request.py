@@ -41,7 +41,7 @@ class Request:
         moment_dtype: of Adam's moments.
         casts_everywhere: True if functions are cast in the whole process, False: in forwards of the models.
         half_weights: the HalfWeights of each optimizer, or None if its low-precision weights are allowed.
-        skips: the steps at a static scale that are skipped where gradients are not finite.
+        skips: the backwards under a static scale whose overflow skips the step.
     """
 
     models: list[nn.Module]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_engine.ground.dtypes import is_low_precision
 
@@ -28,6 +28,13 @@ def came_in(module: nn.Module) -> dict[str, torch.dtype]:
     """Name -> type of the module's own parameters and buffers that came in half, or are half if it was not cast."""
     came: dict[str, torch.dtype] | None = vars(module).get(_IN_HALF)
     return _half_now(module) if came is None else came
+
+
+def tensors_in_half(module: nn.Module) -> Iterator[tuple[Tensor, torch.dtype]]:
+    """Yield the module's own parameters and buffers that came in half, with the types in which they came."""
+    came = came_in(module)
+    tensors = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    yield from ((tensor, came[name]) for name, tensor in tensors if name in came)
 
 
 def forget(module: nn.Module) -> None:

@@ -22,6 +22,7 @@ from amp_engine.ground.distributed import without_wrapper
 from amp_engine.ground.dtypes import is_low_precision, parse_dtype
 from amp_engine.ground.torch_private import COMPILED
 from amp_engine.initialization.arguments import as_optimizers
+from amp_engine.initialization.as_it_came import tensors_in_half
 from amp_engine.initialization.state_dict import memory_of
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.stepping.exact import exact_of, exact_value, float32_of
@@ -67,8 +68,8 @@ def export_state_dict(model: nn.Module, dtype: torch.dtype | str | None = None) 
             Under FSDP2 and tensor parallelism entries are this rank's shards, in FP32 if `dtype` is None:
             `value.full_tensor()`, called on all ranks, returns the whole tensor.
         dtype: type of all floating entries: torch.float16, torch.bfloat16 or torch.float32, rounded from the exact
-            FP32 values; values beyond float16 become infinite. None: each entry has the type of its parameter or
-            buffer, half at O2, O3 and O5 except in modules that stay FP32.
+            FP32 values; values beyond float16 become infinite. None: what came in half has that type; each other
+            entry that of its parameter or buffer, half at O2, O3 and O5 except for what stays FP32.
 
     Returns:
         The entries of `model.state_dict()` as contiguous copies on their devices; tied weights are one tensor. Entries
@@ -83,13 +84,14 @@ def export_state_dict(model: nn.Module, dtype: torch.dtype | str | None = None) 
         )
     target = None if dtype is None else parse_dtype(dtype, "dtype")
     state = _inside(model).state_dict(keep_vars=True)
+    came = {id(tensor): dtype for module in model.modules() for tensor, dtype in tensors_in_half(module)}
     copies: dict[Hashable, Tensor] = {}
     exported: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         if isinstance(value, Tensor):
             place = memory_of(value)
             if place not in copies:
-                copies[place] = _copied_as(value, target)
+                copies[place] = _copied_as(value, came.get(id(value)) if target is None else target)
             value = copies[place]
         exported[_plain(name)] = value
     # torch's versions of modules, for `load_state_dict`.

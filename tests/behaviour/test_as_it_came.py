@@ -137,6 +137,17 @@ def test_states_have_the_types_in_which_tensors_came_and_masters_in_fp32(level: 
     assert {name: t.dtype for name, t in amp.export_state_dict(model).items()} == came
 
 
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("came", [torch.float16, torch.bfloat16])
+def test_batch_norms_that_came_in_half_are_exported_so_and_saved_in_fp32(level: str, came: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(came)
+    optimizer = adamw(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model(torch.randn(8, 4))
+    assert {t.dtype for t in amp.export_state_dict(model).values()} == {came, torch.int64}
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
+
+
 @pytest.mark.parametrize("level", HALF_LEVELS)
 def test_what_stays_fp32_of_a_half_model_is_said(level: str, capsys: Any) -> None:
     model = loaded(HALF[level])

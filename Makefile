@@ -30,7 +30,7 @@ export PIP_COMPILE ?= 0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test test-all fuzz stress bench evidence clients site dist lint format sanitize cuda-venv cuda-build gpu \
+.PHONY: help demo test test-all fuzz stress bench evidence clients zoo site dist lint format sanitize cuda-venv cuda-build gpu \
 	gpu-carry clean
 
 help:  ## this list
@@ -67,6 +67,15 @@ evidence: $(INSTALLED)  ## train 4 small models from 10 seeds at each level, com
 
 clients: $(INSTALLED)  ## train through programs that call apex, unmodified, and amp_engine.integrations, in build/clients
 	$(BIN)/python -m tests.clients.run --torch "$(TORCH)" $(ARGS)
+
+zoo: $(INSTALLED) build/zoo/.installed  ## hold the casts against every architecture of transformers, some of diffusers and timm: docs/zoo.md; ARGS="llama t5", ARGS=--resume
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/zoo/.venv/bin/python -m tests.zoo --workers $(WORKERS) $(ARGS)
+
+build/zoo/.installed: tests/zoo/requirements.txt
+	build/zoo/.venv/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear build/zoo/.venv
+	build/zoo/.venv/bin/python -m pip install --quiet $(TORCH)
+	build/zoo/.venv/bin/python -m pip install --quiet --requirement tests/zoo/requirements.txt
+	touch $@
 
 # mkdocs-material would print that a mkdocs 2 may come, which needs no action.
 site: $(INSTALLED)  ## the docs as a website, in build/site/index.html; a link that leads nowhere is an error
@@ -136,6 +145,6 @@ $(INSTALLED): pyproject.toml $(NATIVE)
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	rm -f .venv/.installed*
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[demo,docs,lint,test]"
+	$(BIN)/python -m pip install --quiet --editable ".[demo,docs,lint,test,zoo]"
 	-$(BIN)/python -m amp_engine info
 	touch $@

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from amp_engine.kernels.sources import digest
 from tests.gpu_run import build, counters, sanitizers, variants
 from tests.gpu_run import parts as parts_module
 from tests.gpu_run.machine import Clocks, about, summary
@@ -189,13 +190,18 @@ def test_what_is_carried_is_compiled_for_that_gpu_and_fits_there(tmp_path, monke
     """A setup.py that compiles nothing stands in for the build."""
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc/a.cpp").touch()
-    (tmp_path / "toolchain.py").touch()
     (tmp_path / "setup.py").write_text(
         "import json, os, pathlib, shutil, sys\n"
         "shutil.copy(sys.executable, 'extension')\n"
         "mode = os.environ['AMP_ENGINE_BUILD'] + os.environ['TORCH_CUDA_ARCH_LIST']\n"
-        "pathlib.Path('extension.json').write_text(json.dumps({'mode': mode, 'torch': '2.11.0+cu130'}))\n"
+        "record = {'mode': mode, 'torch': '2.11.0+cu130', 'sources': os.environ['SOURCES']}\n"
+        "pathlib.Path('extension.json').write_text(json.dumps(record))\n"
     )
+    (tmp_path / "amp_engine/kernels").mkdir(parents=True)
+    shutil.copy(ROOT / "amp_engine/kernels/sources.py", tmp_path / "amp_engine/kernels")
+    monkeypatch.setenv("SOURCES", digest(tmp_path / "csrc"))
+    loads = iter(["compiled for CPU and CUDA", "none: they were compiled from other sources"])
+    monkeypatch.setattr(build, "loaded", lambda: next(loads))
     for name, value in (("ROOT", tmp_path), ("EXTENSION", tmp_path / "extension")):
         monkeypatch.setattr(build, name, value)
     monkeypatch.setattr(build, "RECORD", tmp_path / "extension.json")
@@ -206,6 +212,8 @@ def test_what_is_carried_is_compiled_for_that_gpu_and_fits_there(tmp_path, monke
     assert build.misfit(record | {"mode": "cuda"}, "2.11.0+cu130", "9.0") == ""
     (tmp_path / "csrc/a.cpp").write_text("int changed;")
     assert "sources" in build.misfit(record | {"mode": "cuda"}, "2.11.0+cu130", "9.0")
+    with pytest.raises(SystemExit, match="does not load: none: they were compiled from other sources"):
+        build.carry("9.0")
 
 
 def test_the_page_of_what_ran_on_a_gpu_is_made_of_the_reports():

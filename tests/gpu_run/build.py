@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -21,16 +21,13 @@ from tests.gpu_run.report import Rows
 
 ROOT = Path(__file__).parents[2]
 EXTENSION = ROOT / f"amp_engine/_C{EXTENSION_SUFFIXES[0]}"  # its name has the version of Python
-RECORD = EXTENSION.with_suffix(".json")  # of setup.py: the mode and torch's version; here, sources and GPUs are added
+RECORD = EXTENSION.with_suffix(".json")  # of setup.py: mode, torch's version and sources; here, GPUs are added
 
 
 def sources_hash() -> str:
-    """Return a hash of the C++ code and of the two files that say how it is compiled."""
-    digest = hashlib.sha256()
-    code = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
-    for path in (*code, ROOT / "setup.py", ROOT / "toolchain.py"):
-        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    """Return the digest of the sources, as setup.py records it; an import refuses kernels of any other."""
+    digest: str = runpy.run_path(str(ROOT / "amp_engine/kernels/sources.py"))["digest"](ROOT / "csrc")
+    return digest
 
 
 def read_record() -> dict[str, Any]:
@@ -56,14 +53,16 @@ def compile_for(capability: str) -> None:
     variables = {**os.environ, "AMP_ENGINE_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": capability}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     subprocess.run(command, cwd=ROOT, env=variables, check=True)
-    record = json.loads(RECORD.read_text()) | {"sources": sources_hash(), "gpu": capability}
+    record = json.loads(RECORD.read_text()) | {"gpu": capability}
     RECORD.write_text(json.dumps(record) + "\n")
 
 
 def carry(capability: str) -> None:
-    """Compile for another machine, without debug information, and say how large it is."""
+    """Compile for another machine, without debug information, and say how large it is. Raises if it does not load."""
     compile_for(capability)
     subprocess.run(["strip", "--strip-debug", str(EXTENSION)], check=True)
+    if "CPU and CUDA" not in (found := loaded()):
+        raise SystemExit(f"What was compiled does not load: {found}")
     for path in (EXTENSION, RECORD):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.2f} MB")
 

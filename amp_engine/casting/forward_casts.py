@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from amp_engine.casting.inputs import Inputs
-from amp_engine.casting.one_type import CastBuffers, cast_buffers, mixed_types, of_one_type
+from amp_engine.casting.one_type import mixed_types, of_one_type
 from amp_engine.casting.regions import cast_region, is_in_autocast, is_outside
 from amp_engine.errors import AmpRuntimeWarning
 from amp_engine.ground.containers import GivenMappings, cast_tensors
@@ -53,7 +53,6 @@ class ForwardCasts:
             converted.
         computes: the type that the model was cast to; None: it was not cast. If it was, torch's own layers take inputs
             in the type of their weights, also inside of a forward.
-        buffers_follow: True if buffers stay FP32 only until a forward gives them to an operation beside half.
         of_model: casts the inputs, the same for the model and its parts.
     """
 
@@ -63,7 +62,6 @@ class ForwardCasts:
     of_part: bool = False
     of_typed: bool = False
     computes: torch.dtype | None = None
-    buffers_follow: bool = False
     of_model: Inputs = field(default_factory=Inputs, compare=False)
 
 
@@ -189,14 +187,10 @@ def _casting(own: type[nn.Module]) -> Any:
         casts: ForwardCasts | None = getattr(self, _CASTS, None)  # a forward that was kept is called after `close`
         called = own.forward if casts is None or casts.computes is None else in_one_type
         if casts is None or (casts.of_part and getattr(_inside, "forward", False)):
-            if casts is None or not casts.buffers_follow or torch.compiler.is_compiling():
-                return called(self, *args, **kwargs)
-            return _with_buffers(called, casts, self, *args, **kwargs)
+            return called(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _cast_around(called, own, casts, self, args, kwargs)
         try:
-            if casts.buffers_follow:
-                called = functools.partial(_with_buffers, called, casts)
             return _cast_around(called, own, casts, self, args, kwargs)
         except RuntimeError as error:
             explained = mixed_types(error, self, casts.computes)
@@ -256,28 +250,6 @@ def _cast_around(
         return value if outputs is None else cast_tensors(value, outputs)
 
     return cast(output) if mappings is None else mappings.write_back(output, cast)
-
-
-def _with_buffers(
-    forward: Callable[..., Any], casts: ForwardCasts, module: nn.Module, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Call a forward, and again where it gave FP32 buffers to an operation beside half, which are cast then."""
-    assert casts.computes is not None
-    cast: list[CastBuffers] = []
-    while True:
-        try:
-            output = forward(module, *args, **kwargs)
-        except BaseException as error:
-            found = cast_buffers(error, module, casts.computes) if isinstance(error, RuntimeError) else None
-            if found is None:
-                for one in cast:
-                    one.undo()
-                raise
-            cast.append(found)
-        else:
-            for one in cast:
-                one.warn()
-            return output
 
 
 def _values(given: tuple[Any, Any]) -> list[Any]:

@@ -117,9 +117,10 @@ def arguments_of(of: type) -> list[str]:
 def lost(given: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a cast to `dtype` loses, as flags: whole numbers, distinct values. float32, shape [2].
 
-    Values are compared by column, the last dimension, where there are four rows or more, else all of them. Columns are
-    looked at that consist of whole numbers, or that lie within four spacings of `dtype`: of those the cast leaves less
-    than two bits. Differences of FP32's own rounding do not count. Looks at 4096 rows. No host sync.
+    Values are compared by column, the last dimension, where there are four rows or more, else all of them. Distinct
+    values count in a column within four spacings of `dtype`, of which the cast leaves less than two bits, and where one
+    number tells up to 1024 rows apart: shape [n] or [n, 1]. Differences of FP32's own rounding do not count. Looks at
+    4096 rows. No host sync.
     """
     with torch.no_grad():
         rows = given.detach().reshape(-1, given.shape[-1]) if given.dim() > 1 else given.detach().reshape(-1, 1)
@@ -134,6 +135,9 @@ def lost(given: Tensor, dtype: torch.dtype) -> Tensor:
         merges = ((order[1:] != order[:-1]) & (rounded[1:] == rounded[:-1])).any(0)
         is_narrow = (spread < 4 * torch.finfo(dtype).eps * most) | (cast.amax(0) == cast.amin(0))
         is_noise = spread <= 16 * torch.finfo(torch.float32).eps * most
+        is_only = given.dim() == 1 or (given.dim() == 2 and given.shape[1] == 1)
+        if is_only and len(rows) <= 1024:
+            is_narrow = torch.ones_like(merges)
         return torch.stack([whole.any(), (merges & is_narrow & ~is_noise).any()]).float()
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_engine.errors import AmpError, AmpStateError, AmpWarning
+from amp_engine.errors import AmpError, AmpStateError
 from amp_engine.ground.containers import cast_tensors
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name
-from amp_engine.ground.messages import users_stacklevel
 from amp_engine.ground.torch_private import BatchNormBase
 
 _TYPES = (*LOW_PRECISION, torch.float32, torch.float64)
@@ -80,39 +78,10 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 _MIXED = re.compile(
-    r"same d?type|dtypes? match|mixed dtype|expected scalar type|should be the same|match weight dtype|promoting not"
-    r"|dtype to be equal|same type|equal dtype",
+    r"same (scalar |d)?type|dtypes? match|mixed dtype|expected (scalar type|dtype)|(should|must) be the same"
+    r"|match weight dtype|promoting not|dtype to be equal|equal dtype",
     re.IGNORECASE,
 )
-
-
-class MixedTypes:
-    """An operation in a forward was given FP32 and half.
-
-    Attributes:
-        module: the innermost module whose forward ran.
-        place: file and line, outside of torch.
-        buffers: names of the module's own FP32 buffers, which may be the cause.
-    """
-
-    def __init__(self, error: RuntimeError, model: nn.Module) -> None:
-        self.module, self.place = model, "a compiled function"
-        trace = error.__traceback__
-        while trace is not None:
-            frame = trace.tb_frame
-            one = frame.f_locals.get("self")
-            if isinstance(one, nn.Module):
-                self.module = one
-            if not frame.f_globals.get("__name__", "").startswith(("torch.", "amp_engine.")):
-                self.place = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
-            trace = trace.tb_next
-        self.buffers = _fp32_buffers(self.module)
-
-
-def _fp32_buffers(module: nn.Module) -> list[str]:
-    if is_layer(module):
-        return []
-    return [name for name, b in module.named_buffers(recurse=False) if b.dtype in (torch.float32, torch.float64)]
 
 
 _NO_LAYERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -123,74 +92,37 @@ def is_layer(module: nn.Module) -> bool:
     return any(kind.__module__.startswith("torch.") and kind not in _NO_LAYERS for kind in type(module).__mro__)
 
 
-def is_of_mixed_types(error: RuntimeError) -> bool:
-    """True if torch raised `error` since an operation was given two floating types."""
-    return not isinstance(error, AmpError) and _MIXED.search(str(error)) is not None
-
-
-class CastBuffers:
-    """FP32 buffers that a forward gave to an operation beside half, cast to `dtype`.
-
-    Args:
-        found: the operation.
-        model: all of its modules that have the class of the one that was found are cast: they run the same lines.
-    """
-
-    def __init__(self, found: MixedTypes, model: nn.Module, dtype: torch.dtype) -> None:
-        self._found, self._dtype = found, dtype
-        alike = [one for one in model.modules() if type(one) is type(found.module)]
-        self._before = [(one, name, one._buffers[name]) for one in alike for name in _fp32_buffers(one)]
-        for one, name, buffer in self._before:
-            assert buffer is not None
-            one._buffers[name] = buffer.to(dtype)
-
-    def undo(self) -> None:
-        """Put the FP32 buffers back."""
-        for one, name, buffer in self._before:
-            one._buffers[name] = buffer
-
-    def warn(self) -> None:
-        """Tell the user."""
-        names, half = ", ".join(self._found.buffers), dtype_name(self._dtype)
-        warnings.warn(
-            f"{type(self._found.module).__name__} gave its FP32 buffers {names} to an operation beside {half}, at "
-            f"{self._found.place}: they are {half} from now on.  To compute in FP32 there, call amp.keep_float on this "
-            "module before amp.initialize.",
-            AmpWarning,
-            stacklevel=users_stacklevel(),
-        )
-
-
-def cast_buffers(error: RuntimeError, module: nn.Module, dtype: torch.dtype) -> CastBuffers | None:
-    """Cast the FP32 buffers of the innermost module that ran in a forward of `module`, or else those of `module`.
-
-    Returns None if `error` is not of mixed types, or if there are no such buffers.
-    """
-    if not is_of_mixed_types(error):
-        return None
-    found = MixedTypes(error, module)
-    if not found.buffers:
-        found.module, found.buffers = module, _fp32_buffers(module)
-    return CastBuffers(found, module, dtype) if found.buffers else None
-
-
 def mixed_types(error: RuntimeError, model: nn.Module, dtype: torch.dtype | None) -> AmpStateError | None:
     """Return an error that names the module in which FP32 met `dtype`; None if `error` says something else.
 
     Args:
         dtype: the type that the model was cast to; None or FP32 gives None.
     """
-    if dtype not in LOW_PRECISION or not is_of_mixed_types(error):
+    if dtype not in LOW_PRECISION or isinstance(error, AmpError) or _MIXED.search(str(error)) is None:
         return None
-    found = MixedTypes(error, model)
-    name = next((name for name, module in model.named_modules() if module is found.module), "")
+    innermost, place = _where(error, model)
+    name = next((name for name, module in model.named_modules() if module is innermost), "")
     module = f"model.{name}" if name else "model"
-    stay = f"  Its FP32 buffers may be the cause: {', '.join(found.buffers[:3])}." if found.buffers else ""
     half = dtype_name(dtype)
     other = "O4" if dtype is torch.bfloat16 else "O1"
     return AmpStateError(
-        f"{type(found.module).__name__}{f' {name!r}' if name else ''} gave an operation both float32 and {half}, at "
-        f"{found.place}: {error}.  The model computes in {half}, and its forward has made or kept float32.{stay}  "
+        f"{type(innermost).__name__}{f' {name!r}' if name else ''} gave an operation both float32 and {half}, at "
+        f"{place}: {error}.  The model computes in {half}, and its forward has made or kept float32.  "
         f"Write .to(torch.{half}) there, or call amp.keep_float({module}) before amp.initialize, or choose "
         f"opt_level={other!r}, which casts functions."
     )
+
+
+def _where(error: RuntimeError, model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the innermost module whose forward raised `error`, and file and line, outside of torch."""
+    innermost, place = model, "a compiled function"
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        one = frame.f_locals.get("self")
+        if isinstance(one, nn.Module):
+            innermost = one
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "amp_engine.")):
+            place = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return innermost, place

@@ -168,20 +168,18 @@ class CastModel:
         # Each module whose forward casts, its casts, and the casts that it had before.
         self._cast_modules: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:
-            computes, follow = None, False
+            computes = None
             if dtype in LOW_PRECISION or saves_float32:
                 self._handles += hook_model(model)
             if dtype is not None:
                 targets = cast_targets(model, dtype, keep_batchnorm_fp32)
-                came_in_float32 = dtype in LOW_PRECISION and not came_in_half(model)
-                buffers_follow = came_in_float32 and any(True for _ in _stay_in_float32(model, dtype))
                 came = {id(tensor): tensor.dtype for tensor, to in targets if tensor.dtype is not to}
                 replaced = {id(before): after for before, after in _cast_each(model, targets)}
                 for tensor, _ in targets:
                     if id(tensor) in came:
                         self._came[replaced.get(id(tensor), tensor)] = came[id(tensor)]
                 if not is_kept(model) and not fsdp2_param_dtypes(model):  # FSDP2's policy casts them
-                    computes, follow = dtype, buffers_follow
+                    computes = dtype
                     hook = CastModelInputs(dtype, inputs)
                     self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
                     self._handles += _cast_around_kept(model, dtype)
@@ -189,9 +187,7 @@ class CastModel:
                 self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
             if output_dtype is not None:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
-            casts = ForwardCasts(
-                computes, output_dtype, casts_functions, computes=computes, buffers_follow=follow, of_model=inputs
-            )
+            casts = ForwardCasts(computes, output_dtype, casts_functions, computes=computes, of_model=inputs)
             of_part = replace(casts, of_part=True)
             casts_already = computes is not None and casts_of(model) == of_part  # as part of a model like this one
             if (computes is not None or output_dtype is not None) and not is_fsdp2(model) and not casts_already:
@@ -323,9 +319,8 @@ def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
 def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> list[tuple[Tensor, torch.dtype]]:
     """Each floating parameter and buffer, and its target type.
 
-    If a parameter came in low precision, the model says itself what stays FP32: only low precision is cast. In a model
-    that came in FP32 all parameters are cast that it does not name itself, buffers of torch's layers, and tables that
-    `dtype` holds exactly, such as masks; other buffers stay, such as tables of frequencies.
+    If a parameter came in low precision, the model says itself what stays FP32: only low precision is cast. A model
+    that came in FP32 is cast as by `Module.to`, but for parameters that it names itself and for `fp32_islands`.
 
     With `keep_batchnorm_fp32`, affine batch norms become (usually: stay) float32. Norms without
     parameters and layer, group and instance norms are cast, as apex did. Kept modules become float32, too.
@@ -336,47 +331,51 @@ def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
         if keep_batchnorm_fp32 and isinstance(module, BatchNormBase) and module.affine
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     } | {id(tensor) for module, _ in kept_modules(model) for tensor in [*module.parameters(), *module.buffers()]}
+    stay: set[int] = set()
     if dtype in LOW_PRECISION:
-        kept |= {
-            id(buffer) for module in model.modules() if isinstance(module, _FP32_ISLANDS) for buffer in module.buffers()
-        }
-    if dtype not in LOW_PRECISION:
-        stay = set()
-    elif came_in_half(model):
-        stay = {id(tensor) for _, tensor in _tensors(model) if not is_low_precision(tensor)}
-    else:
-        stay = {id(buffer) for buffer in _stay_in_float32(model, dtype)}
-        stay |= {id(param) for _, param in declared_parameters(model)}
+        kept |= {id(buffer) for island, _ in fp32_islands(model) for buffer in island.buffers()}
+        if came_in_half(model):
+            stay = {id(tensor) for _, tensor in _tensors(model) if not is_low_precision(tensor)}
+        else:
+            stay = {id(param) for _, param in declared_parameters(model)}
     return [(t, torch.float32 if id(t) in kept else t.dtype if id(t) in stay else dtype) for _, t in _tensors(model)]
 
 
-def _stay_in_float32(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the buffers that keep their type in a model that came in FP32."""
-    for module in model.modules():
-        for buffer in module.buffers(recurse=False):
-            if isinstance(module, _FP32_ISLANDS) or not (is_layer(module) or is_table_of(buffer, dtype)):
-                yield buffer
-
-
-def is_table_of(buffer: Tensor, dtype: torch.dtype) -> bool:
-    """True if `dtype` holds each value, and these differ, as in a mask; what is constant may be a state that begins.
-
-    Waits for the device.
-    """
-    if buffer.is_meta or is_sharded(buffer) or buffer.numel() == 0 or not buffer.is_floating_point():
-        return False
-    is_exact = torch.equal(buffer.to(dtype).to(buffer.dtype), buffer)
-    return is_exact and bool((buffer != buffer.reshape(-1)[0]).any())
-
-
 # Decompositions and power iterations, which lose their digits in half.
-_FP32_ISLANDS = (parametrizations._Orthogonal, parametrizations._SpectralNorm)
+_FP32_PARAMETRIZATIONS = (parametrizations._Orthogonal, parametrizations._SpectralNorm)
+
+
+def fp32_islands(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield each module that computes in FP32 without being kept by name, and True if it is inside of no other.
+
+    In a model that came in FP32 these are also modules with floating buffers and no parameters, since what they compute
+    in low precision is far off: tables of frequencies and positions, means and variances, averages. They lie inside of
+    no kept module, and are no layers of torch, whose buffers belong to their inputs.
+    """
+    came_in_float32 = not came_in_half(model)
+    within = {one for module, _ in kept_modules(model) for one in module.modules()}
+    for module in model.modules():  # parents first
+        is_island = isinstance(module, _FP32_PARAMETRIZATIONS)
+        if is_island or (came_in_float32 and module is not model and _computes_with_buffers_alone(module)):
+            if module not in within or is_island:
+                yield module, module not in within
+            within.update(module.modules())
+
+
+def _computes_with_buffers_alone(module: nn.Module) -> bool:
+    return (
+        not (is_layer(module) or isinstance(module, torch.jit.ScriptModule) or type(module).forward is _NO_FORWARD)
+        and any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+        and next(module.parameters(), None) is None
+    )
+
+
+_NO_FORWARD = nn.Module.forward
 
 
 def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[RemovableHandle]:
-    """Make kept modules and FP32 islands of torch accept any type, and the outermost of them return `dtype`."""
-    islands = [(module, True) for module in model.modules() if isinstance(module, _FP32_ISLANDS)]
-    for module, is_outermost in [*kept_modules(model), *islands]:
+    """Make kept modules and FP32 islands accept any type, and the outermost of them return `dtype`."""
+    for module, is_outermost in [*kept_modules(model), *fp32_islands(model)]:
         yield module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
         if is_outermost:
             yield module.register_forward_hook(CastKeptOutputs(dtype), prepend=True)

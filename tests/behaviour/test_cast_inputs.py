@@ -60,8 +60,8 @@ def test_arguments_are_left_alone_by_their_names(level: str, cast_inputs: Any, a
     model = Denoiser()
     amp.initialize(model, adamw(model), opt_level=level, verbosity=0, cast_inputs=cast_inputs)
     for call in (
-        lambda: model(SAMPLE, STEPS * 0.01, scale=torch.ones(())),
-        lambda: model(timestep=STEPS * 0.01, sample=SAMPLE, scale=torch.ones(())),
+        lambda: model(SAMPLE, torch.arange(4) + 0.1, scale=torch.ones(())),
+        lambda: model(timestep=torch.arange(4) + 0.1, sample=SAMPLE, scale=torch.ones(())),
     ):
         assert call().dtype is torch.float32
         assert {name for name, dtype in model.given.items() if dtype is torch.float32} == alone
@@ -143,7 +143,7 @@ def warned(model: nn.Module, *args: Any, level: str = "O5", calls: int = 1, **kw
 def test_a_cast_that_changes_whole_numbers_is_said_once_by_the_name_of_the_argument(level: str) -> None:
     model = Denoiser()
     amp.initialize(model, opt_level=level, verbosity=0)
-    steps = STEPS + 4 * 937  # float16 has all whole numbers up to 2048
+    steps = torch.tensor([4685.0, 4700.0, 12.0, 500.0])  # float16 has all whole numbers up to 2048
     said = warned(model, SAMPLE, steps, calls=5)
     largest = {"O2": 2048, "O5": 256}[level]
     half = str(HALF[level])[len("torch.") :]
@@ -195,6 +195,22 @@ def test_a_cast_that_makes_distinct_values_equal_is_said(name: str) -> None:
     said = warned(model, LOST[name])
     assert len(said) == 1
     assert said[0].startswith("The cast of the argument 'features' of Table to bfloat16 ")
+
+
+@pytest.mark.parametrize("shape", [(100,), (100, 1)])
+def test_the_only_number_of_a_row_is_said_where_rows_become_equal(shape: tuple[int, ...]) -> None:
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 2)
+
+        def forward(self, t: Tensor) -> Tensor:
+            return self.layer(t.reshape(-1, 1))
+
+    times = torch.arange(100).reshape(shape) / 1000 + 0.9
+    model = amp.initialize(Timed(), opt_level="O5", verbosity=0)
+    assert "argument 't' of Timed to bfloat16 made distinct values equal" in warned(model, times)[0]
+    assert warned(amp.initialize(Timed(), opt_level="O5", verbosity=0), times[::10]) == []
 
 
 @pytest.mark.parametrize("name", KEPT)

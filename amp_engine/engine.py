@@ -186,8 +186,8 @@ class Engine:
             enabled: False changes nothing and makes `scale_loss` yield the loss itself.
             opt_level: "O0" FP32; "O1" cast functions; "O2" half model, FP32 batch norm and masters; "O3"
                 pure half; "O4", "O5" are O1, O2 in bfloat16. Sets the defaults of the properties below.
-            cast_model_type: type of parameters and inputs, and of buffers of torch's own modules; False does not cast
-                the model. In a model that comes in half, what is FP32 stays FP32.
+            cast_model_type: type of parameters, buffers and inputs, but for what stays FP32 (docs/half_models.md);
+                False does not cast the model.
             patch_torch_functions: cast arguments of listed functions; set by O1 and O4 only.
             keep_batchnorm_fp32: keep affine batch norms in FP32; the strings "True" and "False" are accepted too.
             master_weights: step FP32 copies of low-precision parameters (at O1 and O4 of the parameters that are in
@@ -246,7 +246,7 @@ class Engine:
             }
             assert policy is None or isinstance(policy, RunPolicy)  # `takes_policy` has read the file
             names = () if policy is None else tuple(policy.keep_float)
-            kept = undo.enter_context(keep_by_name.kept(models, names, opt_level))
+            kept = undo.enter_context(keep_by_name.kept(models, names, opt_level, cast_model_type))
             request = checked(
                 models,
                 optimizers,

@@ -126,7 +126,7 @@ class TrialEngine(Engine):
         peaks = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())] if on_gpu else []
         casts = [one for model in self._initialized.models if (one := casts_of(model)) is not None]
         self._note(
-            inputs=tuple(said for one in casts for said in one.of_model.lost.values()),
+            inputs=tuple(said for one in casts for said in one.of_model.said.values()),
             losses=tuple(tuple(float(loss) for loss in losses) for losses in self._losses[: self._steps]),
             seconds=tuple(self._seconds()),
             skips=self._hear(),

@@ -24,12 +24,13 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from amp_engine.casting.inputs import Inputs
+from amp_engine.casting.inputs import Arguments, Inputs
 from amp_engine.casting.one_type import mixed_types, of_one_type
 from amp_engine.casting.regions import cast_region, is_in_autocast, is_outside
 from amp_engine.errors import AmpRuntimeWarning
 from amp_engine.ground.containers import GivenMappings, cast_tensors
 from amp_engine.ground.distributed import is_fsdp2
+from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.dynamo import part_of_a_graph
 from amp_engine.ground.torch_private import is_in_backward
 
@@ -45,14 +46,15 @@ class ForwardCasts:
     """The casts of one forward.
 
     Attributes:
-        inputs, outputs: the types to which floating inputs and outputs are cast; None: they are not cast.
+        inputs, outputs: the types to which floating inputs and outputs are cast; None: they are not cast. With `inputs`
+            torch's own layers take inputs in the type of their weights, also inside of a forward.
         functions: True if functions are cast inside, unless another region is already open.
         of_part: True if the module is part of a model. It casts only when called from outside of every forward that
             casts, and casts inputs only to a type that one of its parameters has: not for a batch norm in FP32.
         of_typed: True if a module with parameters, but none of type `inputs`, casts nothing, such as a copy that was
             converted.
-        computes: the type that the model was cast to; None: it was not cast. If it was, torch's own layers take inputs
-            in the type of their weights, also inside of a forward.
+        of_island: True if the module is part of a model and computes in FP32: it casts half inputs in each call, and
+            outputs only in calls from inside of a forward that casts.
         of_model: casts the inputs, the same for the model and its parts.
     """
 
@@ -61,7 +63,7 @@ class ForwardCasts:
     functions: bool = False
     of_part: bool = False
     of_typed: bool = False
-    computes: torch.dtype | None = None
+    of_island: bool = False
     of_model: Inputs = field(default_factory=Inputs, compare=False)
 
 
@@ -95,7 +97,7 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
 def cast_joining(part: nn.Module, module: nn.Module) -> None:
     """Have `part`, which is added to `module`, cast like the other parts of `module`."""
     casts = casts_of(module)
-    if casts is not None and (casts.computes is not None or casts.functions):
+    if casts is not None and (casts.inputs is not None or casts.functions):
         for one in parts_of(nn.ModuleList([part])):
             if casts_of(one) is None:
                 cast_forward(one, replace(casts, of_part=True))
@@ -181,19 +183,20 @@ def _casting(own: type[nn.Module]) -> Any:
             return known
 
     in_one_type = of_one_type(own.forward)
+    arguments = Arguments.of_class(own)
 
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         casts: ForwardCasts | None = getattr(self, _CASTS, None)  # a forward that was kept is called after `close`
-        called = own.forward if casts is None or casts.computes is None else in_one_type
-        if casts is None or (casts.of_part and getattr(_inside, "forward", False)):
+        called = own.forward if casts is None or casts.inputs is None else in_one_type
+        if casts is None or (casts.of_part and not casts.of_island and getattr(_inside, "forward", False)):
             return called(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return _cast_around(called, own, casts, self, args, kwargs)
+            return _cast_around(called, arguments, casts, self, args, kwargs)
         try:
-            return _cast_around(called, own, casts, self, args, kwargs)
+            return _cast_around(called, arguments, casts, self, args, kwargs)
         except RuntimeError as error:
-            explained = mixed_types(error, self, casts.computes)
+            explained = mixed_types(error, self, casts.inputs)
             if explained is None:
                 raise
             raise explained from error
@@ -215,25 +218,43 @@ def _casting(own: type[nn.Module]) -> Any:
 
 
 def _cast_around(
-    forward: Callable[..., Any], own: type, casts: ForwardCasts, module: nn.Module, args: Any, kwargs: Any
+    forward: Callable[..., Any],
+    arguments: Arguments,
+    casts: ForwardCasts,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     inputs, outputs = casts.inputs, casts.outputs
     if not (casts.of_part or torch.compiler.is_compiling()):
         _warn_of_autocast()
-    if casts.of_part:
+    if casts.of_island:
+        if is_called_from_outside() and not _is_recomputed(module):
+            outputs = None
+    elif casts.of_part:
         is_in_region = casts.functions and inputs is None and not is_outside()
-        if is_in_region or not is_called_from_outside() or _is_recomputed(module):
+        if is_in_region or not is_called_from_outside():
             return forward(module, *args, **kwargs)
-        if not has_parameter_of(module, inputs):
+        if _is_recomputed(module):
+            inputs = outputs = None  # kept modules in it are called from inside
+        elif not has_parameter_of(module, inputs):
             inputs = None
     elif casts.of_typed and not has_parameter_of(module, inputs) and any(True for _ in module.parameters()):
         inputs = outputs = None  # a replica of DataParallel has no parameters, but casts
     mappings = None
     if inputs is not None:
         given = args, kwargs
-        args, kwargs = casts.of_model.cast(inputs, own, args, kwargs)
+        if casts.of_island:
+            args, kwargs = (cast_tensors(value, inputs, LOW_PRECISION) for value in given)
+        else:
+            args, kwargs = casts.of_model.cast(inputs, arguments, args, kwargs)
         mappings = GivenMappings(_values(given), _values((args, kwargs)))
-        if casts.of_part and _is_in_backward() and all(map(is_, _values(given), _values((args, kwargs)))):
+        if (
+            casts.of_part
+            and not casts.of_island
+            and _is_in_backward()
+            and all(map(is_, _values(given), _values((args, kwargs))))
+        ):
             outputs = None  # a part that the model calls as well, which had no cast to do
     before = is_inside()
     _inside.forward = True

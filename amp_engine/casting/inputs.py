@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_engine.casting import in_force
 from amp_engine.errors import AmpWarning
@@ -18,12 +20,45 @@ from amp_engine.ground.messages import users_stacklevel
 from amp_engine.ground.torch_private import current_dispatch_mode, functorch_level
 
 CALLS = 3
-"""The casts of an argument are looked at in so many calls."""
+"""Calls of each class whose casts are looked at."""
 
 _LOST = (
     "changed whole numbers: {dtype} holds them up to {whole}",
     "made distinct values equal: they lie closer together than numbers in {dtype} do",
 )
+
+
+class Arguments(NamedTuple):
+    """The arguments of a forward.
+
+    Attributes:
+        class_name: of the module.
+        positional: their names, without `self`.
+    """
+
+    class_name: str
+    positional: tuple[str, ...]
+
+    @classmethod
+    def of_class(cls, kind: type) -> Arguments:
+        """Read the signature of a class's forward. One that has no signature has no names."""
+        return cls(kind.__name__, _positional(kind.forward)[1:])  # type: ignore[attr-defined]
+
+    @classmethod
+    def of_module(cls, module: nn.Module) -> Arguments:
+        """Read the signature of a module's forward, which may be its own attribute."""
+        return cls(type(module).__name__, _positional(module.forward))
+
+    def names(self, count: int) -> list[str]:
+        """Return names for so many positional arguments; what has none is called args[0] and so on."""
+        return [*self.positional[:count], *(f"args[{i}]" for i in range(count - len(self.positional)))]
+
+
+def _positional(forward: Callable[..., Any]) -> tuple[str, ...]:
+    parameters: list[inspect.Parameter] = []
+    with suppress(TypeError, ValueError):
+        parameters += inspect.signature(forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 class Inputs:
@@ -35,11 +70,10 @@ class Inputs:
 
     def __init__(self, left_alone: frozenset[str] | None = frozenset()) -> None:
         self.left_alone = left_alone
-        self._names: dict[type, list[str]] = {}  # by class: the positional arguments of its forward
-        self._looked: dict[type, int] = {}  # by class: the number of calls whose casts were looked at
+        self._looked: dict[Arguments, int] = {}  # the number of calls whose casts were looked at
         self._is_quiet = False
-        self._sent: list[tuple[str, type, torch.dtype, HostNumbers]] = []
-        self.lost: dict[tuple[type, str], str] = {}  # by class and argument: a sentence, without its end
+        self._sent: list[tuple[str, Arguments, torch.dtype, HostNumbers]] = []
+        self.said: dict[tuple[Arguments, str], str] = {}  # by argument: a sentence, without its end
 
     def __reduce__(self) -> tuple[type[Inputs], tuple[frozenset[str] | None]]:
         return Inputs, (self.left_alone,)
@@ -49,15 +83,15 @@ class Inputs:
         self._is_quiet = True
 
     def cast(
-        self, dtype: torch.dtype, of: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, dtype: torch.dtype, of: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast the floating arguments of a forward of the class `of` to `dtype`. No host sync."""
+        """Cast the floating arguments of a forward to `dtype`. No host sync."""
         if self.left_alone is None:
             return args, kwargs
         looks = not torch.compiler.is_compiling() and self._looks_at(of, dtype)
         if not (looks or self.left_alone):
             return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-        names = [*self._positional(of, len(args)), *kwargs]
+        names = [*of.names(len(args)), *kwargs]
         given = [*args, *kwargs.values()]
         cast = [
             one if name in self.left_alone else cast_tensors(one, dtype) for name, one in zip(names, given, strict=True)
@@ -69,7 +103,7 @@ class Inputs:
             self._warn_of_arrived()
         return tuple(cast[: len(args)]), dict(zip(kwargs, cast[len(args) :], strict=True))
 
-    def _looks_at(self, of: type, dtype: torch.dtype) -> bool:
+    def _looks_at(self, of: Arguments, dtype: torch.dtype) -> bool:
         if self._sent:
             self._warn_of_arrived()
         looked = self._looked.get(of, 0)
@@ -80,13 +114,7 @@ class Inputs:
         self._looked[of] = looked + 1
         return True
 
-    def _positional(self, of: type, count: int) -> list[str]:
-        if of not in self._names:
-            self._names[of] = arguments_of(of)
-        names = self._names[of]
-        return names[:count] + [f"args[{i}]" for i in range(count - len(names))]
-
-    def _look(self, name: str, of: type, dtype: torch.dtype, value: Any) -> None:
+    def _look(self, name: str, of: Arguments, dtype: torch.dtype, value: Any) -> None:
         for tensor in floats_in(value):
             if tensor.dtype not in LOW_PRECISION and _is_readable(tensor):
                 self._sent.append((name, of, dtype, HostNumbers(lost(tensor, dtype))))
@@ -97,8 +125,8 @@ class Inputs:
         for one in arrived:
             self._sent.remove(one)
             name, of, dtype, flags = one
-            if any(flags.values or ()) and (of, name) not in self.lost:
-                self.lost[of, name] = said = _said(name, of, dtype, [flag != 0 for flag in flags.values or ()])
+            if any(flags.values or ()) and (of, name) not in self.said:
+                self.said[of, name] = said = _said(name, of, dtype, [flag != 0 for flag in flags.values or ()])
                 warnings.warn(
                     f"{said[0].upper()}{said[1:]}.  Pass cast_inputs=[{name!r}] to amp.initialize, which leaves it "
                     "alone; where a layer takes it as it is, keep that layer in FP32 as well, by "
@@ -106,12 +134,6 @@ class Inputs:
                     AmpWarning,
                     stacklevel=users_stacklevel(),
                 )
-
-
-def arguments_of(of: type) -> list[str]:
-    """Return the names of the positional arguments of a class's forward, without `self`."""
-    parameters = list(inspect.signature(of.forward).parameters.values())[1:]  # type: ignore[attr-defined]
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def lost(given: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,8 +188,8 @@ def _is_readable(tensor: Tensor) -> bool:
     )
 
 
-def _said(name: str, of: type, dtype: torch.dtype, flags: list[bool]) -> str:
+def _said(name: str, of: Arguments, dtype: torch.dtype, flags: list[bool]) -> str:
     info = torch.finfo(dtype)
     facts = {"dtype": dtype_name(dtype), "whole": int(2 / info.eps)}
     found = " and ".join(text.format(**facts) for text, flag in zip(_LOST, flags, strict=True) if flag)
-    return f"the cast of the argument {name!r} of {of.__name__} to {dtype_name(dtype)} {found}"
+    return f"the cast of the argument {name!r} of {of.class_name} to {dtype_name(dtype)} {found}"

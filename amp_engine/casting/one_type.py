@@ -22,7 +22,7 @@ _BATCH_NORMS = (BatchNormBase.forward, nn.SyncBatchNorm.forward, nn.InstanceNorm
 _LAYERS = (
     *(getattr(nn, f"{kind}{n}d").forward for kind in ("Conv", "ConvTranspose") for n in (1, 2, 3)),
     *(kind.forward for kind in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
-    *(kind.forward for kind in (nn.Linear, nn.Bilinear, nn.PReLU, nn.MultiheadAttention)),
+    *(kind.forward for kind in (nn.Linear, nn.Bilinear, nn.PReLU, nn.EmbeddingBag, nn.MultiheadAttention)),
 )
 
 
@@ -78,7 +78,7 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 _MIXED = re.compile(
-    r"same (scalar |d)?type|dtypes? match|mixed dtype|expected (scalar type|dtype)|(should|must) be the same"
+    r"same (scalar |d)?type|dtypes? match|mixed dtype|expected (scalar type|dtype)|types? .*(should|must) be the same"
     r"|match weight dtype|promoting not|dtype to be equal|equal dtype",
     re.IGNORECASE,
 )

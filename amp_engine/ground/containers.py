@@ -24,12 +24,12 @@ def cast_tensors(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | N
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(dtype) if (value.is_floating_point() if only is None else value.dtype in only) else value
-        types = {tensor.dtype for tensor in _tensors_of(value) if tensor.is_floating_point()}
+        types = {tensor.dtype for tensor in _tensors_of(value, set()) if tensor.is_floating_point()}
         if types == {dtype} or (only is not None and not (types and types.issubset(only))):
             return value  # its `to` may return a copy all the same
         try:
             return value.to(dtype)
-        except (TypeError, AttributeError, ValueError):  # a `to` of another meaning, or a class instead of an object
+        except (TypeError, AttributeError, ValueError):  # a `to` of another meaning
             return value
 
     return map_tensors(value, cast)
@@ -60,23 +60,28 @@ def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def _has_to(value: Any) -> bool:
-    """True if the class has a `to`: an attribute of the object may be an item of a dictionary."""
-    return callable(getattr(type(value), "to", None))
+    """True for an object with a `to` method; of a mapping only its class counts, as attributes may be items."""
+    owner = type(value) if isinstance(value, Mapping) else value
+    return not isinstance(value, type) and callable(getattr(owner, "to", None))
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an object with a `to` method holds."""
+def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors that an object with a `to` method holds, once each: objects may refer to each other."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_of(item)
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_of(item)
+        items = value
     elif _has_to(value):
-        for item in getattr(value, "__dict__", {}).values():
-            yield from _tensors_of(item)
+        items = getattr(value, "__dict__", {}).values()
+    for item in items:
+        yield from _tensors_of(item, seen)
 
 
 def _map_sequence(value: Any, fn: Callable[[Any], Any]) -> Any:

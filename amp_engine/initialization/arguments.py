@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -123,16 +125,27 @@ def as_left_alone(cast_inputs: Any, models: Sequence[nn.Module]) -> frozenset[st
             f"cast_inputs={cast_inputs!r} is none of True, False, and names of arguments that are left alone.  Use for "
             'example cast_inputs=["timestep"].'
         )
-    known = [p for m in models for p in inspect.signature(without_wrapper(m).forward).parameters.values()]
-    own = [p.name for p in known]
+    parameters = [p for model in models for p in _parameters_of(without_wrapper(model))]
+    own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    of_parts = {p.name for m in models for part in m.modules() for p in _parameters_of(part)}
+    variable = {p.name for p in parameters} - {*own}
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name in names:
-        if name not in own and not any(p.kind is p.VAR_KEYWORD for p in known):
+        is_named = name in own or (name not in variable and (takes_more or name in of_parts))
+        if not (is_named or re.fullmatch(r"args\[\d+\]", name)):
             near = get_close_matches(name, own, 1)
             raise AmpValueError(
                 f"cast_inputs names {name!r}, which forward() of {', '.join(type(m).__name__ for m in models)} has not."
-                f"  It has {', '.join(own)}.{f'  Did you mean {near[0]!r}?' if near else ''}"
+                f"  It has {', '.join(own) or 'args[0] and so on'}.{f'  Did you mean {near[0]!r}?' if near else ''}"
             )
     return frozenset(names)
+
+
+def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+    found: list[inspect.Parameter] = []
+    with suppress(TypeError, ValueError):  # a forward that is compiled code
+        found += inspect.signature(module.forward).parameters.values()
+    return found
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, gives_float32: bool) -> None:
@@ -316,7 +329,7 @@ def refuse_around_split(wrapper: Any) -> None:
         )
 
 
-_ZERO_IN_FLOAT16 = 2.0**-25  # half of float16's smallest number: a tie, which rounds to even, so to 0
+ZERO_IN_FLOAT16 = 2.0**-25  # half of float16's smallest number: a tie, which rounds to even, so to 0
 _HOW = {
     True: "would come after the decision to skip a step that overflowed",
     False: "would never reach the FP32 masters that it steps",
@@ -424,7 +437,7 @@ def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, floa
             eps = group.get("eps")
             if (
                 isinstance(eps, float)
-                and 0 < eps <= _ZERO_IN_FLOAT16
+                and 0 < eps <= ZERO_IN_FLOAT16
                 and not group.get("fused")  # torch's fused kernels compute in FP32
                 and any(p.dtype is torch.float16 and p.requires_grad for p in group["params"])
             ):

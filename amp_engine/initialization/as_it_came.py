@@ -59,15 +59,26 @@ def declared_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for outer, of, pattern in _declaring(model):
         for path, module in of.named_modules():
             if path and pattern.search(path):
-                found.setdefault(id(module), (_joined(outer, path), module))
+                for inner_path, one in _called(path, module):
+                    found.setdefault(id(one), (_joined(outer, inner_path), one))
     inner = {id(one) for _, module in found.values() for one in module.modules() if one is not module}
     yield from (one for key, one in found.items() if key not in inner)
 
 
-def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name and each parameter that the model, or a model inside of it, names to stay in FP32."""
+def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the module, or if it is a list, what it lists: a list is not called."""
+    if type(module).forward is not nn.Module.forward:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _called(f"{path}.{name}", child)
+
+
+def declared_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and each parameter or buffer that the model, or a model inside of it, names to stay in FP32."""
     for outer, of, pattern in _declaring(model):
-        yield from ((_joined(outer, name), param) for name, param in of.named_parameters() if pattern.search(name))
+        tensors: Iterator[tuple[str, Tensor]] = chain(of.named_parameters(), of.named_buffers())
+        yield from ((_joined(outer, name), tensor) for name, tensor in tensors if pattern.search(name))
 
 
 def _declaring(model: nn.Module) -> Iterator[tuple[str, nn.Module, re.Pattern[str]]]:

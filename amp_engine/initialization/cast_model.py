@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,7 +28,7 @@ from amp_engine.casting.forward_casts import (
     parts_of,
     restore_class,
 )
-from amp_engine.casting.inputs import Inputs
+from amp_engine.casting.inputs import Arguments, Inputs
 from amp_engine.casting.keep_float import cast_functions_in, is_kept, kept_modules, remove_hooks
 from amp_engine.casting.one_type import is_layer
 from amp_engine.errors import AmpStateError
@@ -35,8 +36,8 @@ from amp_engine.ground.containers import cast_tensors
 from amp_engine.ground.distributed import fsdp2_param_dtypes, is_any_sharded, is_fsdp2, is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION, is_low_precision
 from amp_engine.ground.dynamo import part_of_a_graph
-from amp_engine.ground.torch_private import BatchNormBase
-from amp_engine.initialization.as_it_came import came_in_half, declared_parameters
+from amp_engine.ground.torch_private import COMPILED, BatchNormBase
+from amp_engine.initialization.as_it_came import came_in_half, declared_tensors
 from amp_engine.initialization.half_averages import warn_of_low_precision_average
 from amp_engine.initialization.state_dict import (
     fill_masters,
@@ -64,25 +65,15 @@ class _CastHook:
 
 
 class CastInputs(_CastHook):
-    """Forward pre-hook: every floating tensor among the arguments becomes `dtype`. Picklable.
-
-    A deepcopy of a model copies its hooks, so `__deepcopy__` can warn of a moving average in low precision.
-    """
+    """Forward pre-hook: every floating tensor among the arguments becomes `dtype`. Picklable."""
 
     __name__ = "cast_inputs"  # torch.jit reads the names of hooks
 
-    def __init__(self, dtype: torch.dtype, inputs: Inputs | None = None) -> None:
-        self.dtype, self._inputs = dtype, inputs
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CastInputs:
-        if self.dtype in LOW_PRECISION:
-            warn_of_low_precision_average(self.dtype)
-        return type(self)(self.dtype, copy.copy(self._inputs))
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
-        if self._inputs is not None:
-            return self._inputs.cast(self.dtype, type(module), args, kwargs)
         return cast_tensors(args, self.dtype), cast_tensors(kwargs, self.dtype)
 
 
@@ -100,11 +91,25 @@ class CastOutputs(_CastHook):
 
 
 class CastModelInputs(CastInputs):
-    """Cast the inputs of a model whose `forward` was assigned to the instance, and so does not cast."""
+    """Cast the inputs of a model whose `forward` was assigned to the instance, and so does not cast.
+
+    A deepcopy of a model copies its hooks, so `__deepcopy__` can warn of a moving average in low precision.
+    """
+
+    def __init__(self, dtype: torch.dtype, inputs: Inputs, arguments: Arguments) -> None:
+        super().__init__(dtype)
+        self._inputs, self._arguments = inputs, arguments
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastModelInputs:
+        if self.dtype in LOW_PRECISION:
+            warn_of_low_precision_average(self.dtype)
+        return type(self)(self.dtype, copy.copy(self._inputs), self._arguments)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
-        return (args, kwargs) if is_cast_at_forward(module) else super().__call__(module, args, kwargs)
+        if is_cast_at_forward(module):
+            return args, kwargs
+        return self._inputs.cast(self.dtype, self._arguments, args, kwargs)
 
 
 class CastModelOutputs(CastOutputs):
@@ -180,19 +185,24 @@ class CastModel:
                         self._came[replaced.get(id(tensor), tensor)] = came[id(tensor)]
                 if not is_kept(model) and not fsdp2_param_dtypes(model):  # FSDP2's policy casts them
                     computes = dtype
-                    hook = CastModelInputs(dtype, inputs)
+                    hook = CastModelInputs(dtype, inputs, Arguments.of_module(getattr(model, COMPILED, model)))
                     self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
                     self._handles += _cast_around_kept(model, dtype)
             if saves_float32:
                 self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
             if output_dtype is not None:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
-            casts = ForwardCasts(computes, output_dtype, casts_functions, computes=computes, of_model=inputs)
+            casts = ForwardCasts(computes, output_dtype, casts_functions, of_model=inputs)
             of_part = replace(casts, of_part=True)
             casts_already = computes is not None and casts_of(model) == of_part  # as part of a model like this one
             if (computes is not None or output_dtype is not None) and not is_fsdp2(model) and not casts_already:
                 is_typed = computes is not None and has_parameter_of(model, dtype)
                 self._cast_forward(model, replace(casts, of_typed=is_typed))
+            if computes in LOW_PRECISION:
+                island = ForwardCasts(torch.float32, None, of_part=True, of_island=True, of_model=inputs)
+                for module, is_outermost in fp32_islands(model):
+                    if not isinstance(module, _FP32_PARAMETRIZATIONS):
+                        self._cast_forward(module, replace(island, outputs=computes if is_outermost else None))
             if casts_functions:
                 self._handles += cast_functions_in(model)
             if casts_functions or (computes is not None and self._cast_modules):
@@ -241,7 +251,10 @@ class CastModel:
         if self.model is not None:
             _remove(self.model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of joined parts
         if self.model is not None and not is_any_sharded(self.model):  # the wrapper decides the types of shards
-            came = [(t, self._came.get(t) or self._came_named.get(_plain(name))) for name, t in _tensors(self.model)]
+            named = self._came_named
+            came = [
+                (t, self._came.get(t) or named.get(name) or named.get(_plain(name))) for name, t in _tensors(self.model)
+            ]
             _cast_each(self.model, [(tensor, dtype) for tensor, dtype in came if dtype is not None])
 
     def remove_hooks(self) -> None:
@@ -337,48 +350,52 @@ def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
         if came_in_half(model):
             stay = {id(tensor) for _, tensor in _tensors(model) if not is_low_precision(tensor)}
         else:
-            stay = {id(param) for _, param in declared_parameters(model)}
+            stay = {id(tensor) for _, tensor in declared_tensors(model)}
     return [(t, torch.float32 if id(t) in kept else t.dtype if id(t) in stay else dtype) for _, t in _tensors(model)]
-
-
-# Decompositions and power iterations, which lose their digits in half.
-_FP32_PARAMETRIZATIONS = (parametrizations._Orthogonal, parametrizations._SpectralNorm)
 
 
 def fp32_islands(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield each module that computes in FP32 without being kept by name, and True if it is inside of no other.
 
-    In a model that came in FP32 these are also modules with floating buffers and no parameters, since what they compute
-    in low precision is far off: tables of frequencies and positions, means and variances, averages. They lie inside of
-    no kept module, and are no layers of torch, whose buffers belong to their inputs.
+    Decompositions and power iterations lose their digits in half. In a model that came in FP32 islands are also modules
+    with floating buffers and no parameters, since what they compute in half is far off: tables of frequencies and
+    positions, means and variances, averages. They are no layers of torch, whose buffers belong to their inputs.
     """
     came_in_float32 = not came_in_half(model)
     within = {one for module, _ in kept_modules(model) for one in module.modules()}
     for module in model.modules():  # parents first
-        is_island = isinstance(module, _FP32_PARAMETRIZATIONS)
-        if is_island or (came_in_float32 and module is not model and _computes_with_buffers_alone(module)):
-            if module not in within or is_island:
-                yield module, module not in within
+        if isinstance(module, _FP32_PARAMETRIZATIONS):
+            yield module, True
+        elif came_in_float32 and module is not model and _computes_with_buffers_alone(module):
+            yield module, module not in within
             within.update(module.modules())
 
 
+_FP32_PARAMETRIZATIONS = (parametrizations._Orthogonal, parametrizations._SpectralNorm)
+
+
 def _computes_with_buffers_alone(module: nn.Module) -> bool:
+    has_forward = type(module).forward is not nn.Module.forward and "forward" not in vars(module)
     return (
-        not (is_layer(module) or isinstance(module, torch.jit.ScriptModule) or type(module).forward is _NO_FORWARD)
+        has_forward
+        and not (is_layer(module) or isinstance(module, torch.jit.ScriptModule))
         and any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
         and next(module.parameters(), None) is None
     )
 
 
-_NO_FORWARD = nn.Module.forward
-
-
 def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[RemovableHandle]:
-    """Make kept modules and FP32 islands accept any type, and the outermost of them return `dtype`."""
-    for module, is_outermost in [*kept_modules(model), *fp32_islands(model)]:
+    """Make kept modules and decompositions accept any type, and return `dtype` or the type of the weight."""
+    for module, is_outermost in kept_modules(model):
         yield module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
         if is_outermost:
             yield module.register_forward_hook(CastKeptOutputs(dtype), prepend=True)
+    for weights in model.modules():
+        for module in weights.children() if isinstance(weights, ParametrizationList) else ():
+            original = next(weights.parameters(recurse=False), None)
+            if isinstance(module, _FP32_PARAMETRIZATIONS) and original is not None and is_low_precision(original):
+                yield module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
+                yield module.register_forward_hook(CastOutputs(original.dtype), prepend=True)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.keep_float import is_kept
+from amp_engine.casting.one_type import is_layer
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION, is_low_precision
 from amp_engine.ground.torch_private import BatchNormBase
-from amp_engine.initialization.as_it_came import came_in_half, declared_modules, declared_parameters
+from amp_engine.initialization.arguments import ZERO_IN_FLOAT16
+from amp_engine.initialization.as_it_came import came_in_half, declared_modules, declared_tensors
 from amp_engine.initialization.cast_model import cast_targets
 from amp_engine.levels.policy import Policy
 from amp_engine.levels.report import FP32Parts, LostValues
 
 _INFINITE = 65520.0  # rounds to inf in float16: midpoint of its largest number and the one that would follow
-_ZERO = 2.0**-25  # half of float16's smallest number: a tie, which rounds to even, so to 0
 
 
 def lost_values(models: Sequence[nn.Module], policy: Policy) -> LostValues:
@@ -38,7 +39,7 @@ def lost_values(models: Sequence[nn.Module], policy: Policy) -> LostValues:
         for name, most in zip(params, map(float, largest), strict=False):
             if _INFINITE <= most < math.inf:
                 lost.infinite.append(name)
-            if 0 < most <= _ZERO:
+            if 0 < most <= ZERO_IN_FLOAT16:
                 lost.zero.append(name)
         for name, buffer in model.named_buffers():
             if id(buffer) in cast:
@@ -53,18 +54,32 @@ def lost_values(models: Sequence[nn.Module], policy: Policy) -> LostValues:
 
 
 def fp32_parts(model: nn.Module, policy: Policy) -> FP32Parts:
-    """Name what the cast leaves in FP32, but for batch norms and what was passed to `keep_float`."""
+    """Name what the cast leaves in FP32, but for batch norms and kept modules. Waits for the device."""
     dtype = policy.cast_model_type
     if dtype not in LOW_PRECISION:
         return FP32Parts()
     came = next((p.dtype for p in model.parameters() if is_low_precision(p)), None) if came_in_half(model) else None
-    declared = {} if came else {**dict(declared_modules(model)), **dict(declared_parameters(model))}
+    declared = {} if came else {**dict(declared_modules(model)), **dict(declared_tensors(model))}
     targets = cast_targets(model, dtype, bool(policy.keep_batchnorm_fp32))
     stay = {id(t) for t, to in targets if to is t.dtype and not is_low_precision(t)}
     said = {id(t) for m in model.modules() if is_kept(m) or isinstance(m, BatchNormBase) for t in _tensors(m)}
     said |= {id(one) for one in declared.values()}
     named = chain(model.named_parameters(), model.named_buffers())
-    return FP32Parts(came, [name for name, t in named if id(t) in stay - said], [*declared])
+    halved = {id(t) for t, to in targets if to is dtype and t.dtype is not dtype} if came is None else set()
+    beside = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if id(buffer) in halved and not is_layer(module) and not _is_mask(buffer, dtype)
+    ]
+    return FP32Parts(came, [name for name, t in named if id(t) in stay - said], [*declared], beside)
+
+
+def _is_mask(buffer: Tensor, dtype: torch.dtype) -> bool:
+    """True if `dtype` holds each value, and these differ: what is constant may be a state that begins."""
+    if buffer.is_meta or is_sharded(buffer) or buffer.numel() == 0:
+        return True
+    return torch.equal(buffer.to(dtype).to(buffer.dtype), buffer) and bool((buffer != buffer.reshape(-1)[0]).any())
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -21,13 +21,13 @@ from amp_engine.levels import levels
 
 
 @contextmanager
-def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.Module]]:
+def kept(models: Any, names: Sequence[str], opt_level: str, cast_model_type: Any = None) -> Iterator[list[nn.Module]]:
     """Keep modules in FP32; undone if the body raises.
 
     Args:
         names: as in `RunPolicy.keep_float`; modules that a model in FP32 names itself are kept as well, at levels that
             cast the model.
-        opt_level: the level at which the models are about to be initialized.
+        opt_level, cast_model_type: the level at which the models are about to be initialized, and its override.
 
     Yields:
         The modules that were not kept before. Raises AmpValueError for an unknown name, AmpStateError for a part of
@@ -36,7 +36,7 @@ def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.
     fresh: list[nn.Module] = []
     found = modules_named(arguments.as_models(models), names) if names else []
     declared: list[nn.Module] = []
-    if levels.level(opt_level).cast_model_type in LOW_PRECISION:
+    if levels.level(opt_level).override(cast_model_type=cast_model_type).cast_model_type in LOW_PRECISION:
         declared = [
             module
             for model in arguments.as_models(models)

@@ -62,12 +62,15 @@ class FP32Parts:
     Attributes:
         came: the low-precision type that the model came in; None if it came in FP32.
         stay: names of parameters and buffers.
-        declared: names of modules and parameters that the model itself names.
+        declared: names of modules, parameters and buffers that the model itself names.
+        cast: names of buffers of the user's modules that do not stay, and that half does not hold exactly, or that may
+            be states that begin.
     """
 
     came: torch.dtype | None = None
     stay: Sequence[str] = ()
     declared: Sequence[str] = ()
+    cast: Sequence[str] = ()
 
 
 def lost_values(level: str, dtype: torch.dtype | None, lost: LostValues) -> Iterator[str]:
@@ -89,13 +92,18 @@ def lost_values(level: str, dtype: torch.dtype | None, lost: LostValues) -> Iter
 
 
 def fp32_parts(parts: FP32Parts) -> Iterator[str]:
-    """Messages: what stays FP32 in a model that is cast."""
+    """Messages: what stays FP32 in a model that is cast, and what might have to."""
     if parts.declared:
-        yield f"Note:  {_some(parts.declared)} stay FP32, as _keep_in_fp32_modules of the model says."
+        yield f"Note:  kept in FP32, as _keep_in_fp32_modules of the model says: {_some(parts.declared)}."
     if parts.stay and parts.came is not None:
         yield f"Note:  the model came in {dtype_name(parts.came)}, and what came in FP32 stays so: {_some(parts.stay)}."
     if parts.stay and parts.came is None:
-        yield f"Note:  buffers of the model's own modules stay FP32: {_some(parts.stay)}."
+        yield f"Note:  modules with buffers and no parameters compute in FP32: {_some(parts.stay)}."
+    if parts.cast:
+        yield (
+            f"Note:  buffers beside parameters are cast with them: {_some(parts.cast)}.  For one that counts, averages "
+            "or holds frequencies, list its name in model._keep_in_fp32_modules before amp.initialize."
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from amp_engine.casting import in_force
 from amp_engine.casting.forward_casts import casts_of
-from amp_engine.casting.inputs import arguments_of, floats_in
+from amp_engine.casting.inputs import Arguments, floats_in
 from amp_engine.diagnosis.put_back import put_back, randomness
 from amp_engine.diagnosis.rehearsal import check_shapes
 from amp_engine.diagnosis.relative_error import Distance, distance, roundoff, stored
@@ -137,7 +137,7 @@ class Trials:
             return _Run(loss.detach().sum(), gradients, scale, scaler.dynamic, name, unit, follower)
 
     def _note_arguments(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = {**dict(zip(arguments_of(type(model)), args, strict=False)), **kwargs}
+        named = {**dict(zip(Arguments.of_module(model).positional, args, strict=False)), **kwargs}
         self.given.update(dict.fromkeys(name for name, value in named.items() if floats_in(value)))
 
     def _follower(

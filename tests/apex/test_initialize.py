@@ -319,7 +319,7 @@ def test_each_level_leaves_its_types_behind(level: str) -> None:
     assert model.norm.running_var.dtype == norm
     assert model.plain_norm.running_mean.dtype == weight
     assert model.layer_norm.weight.dtype == model.group_norm.weight.dtype == weight
-    assert model.offset.dtype == torch.float32  # of a module that is not torch's own
+    assert model.offset.dtype == weight
     assert model.counter.dtype == model.norm.num_batches_tracked.dtype == torch.int64
 
 

@@ -281,7 +281,7 @@ def test_what_a_model_names_stays_fp32_until_close(level: str, wrap: Callable[[A
     amp.initialize(whole, adamw(whole), opt_level=level)
     said = capsys.readouterr().out
     prefix = "" if whole is model else "inner."
-    line = f"{prefix}wo, {prefix}A_log, {prefix}key.weight stay FP32, as _keep_in_fp32_modules of the model says"
+    line = f"kept in FP32, as _keep_in_fp32_modules of the model says: {prefix}wo, {prefix}A_log, {prefix}key.weight."
     assert line in said
     assert model.wo.weight.dtype is model.A_log.dtype is model.key.weight.dtype is torch.float32
     assert model.query.weight.dtype is model.wi.weight.dtype is HALF[level]
@@ -292,6 +292,54 @@ def test_what_a_model_names_stays_fp32_until_close(level: str, wrap: Callable[[A
     amp.close()
     assert not is_kept(model.wo)
     assert set(dtypes(model).values()) == {torch.float32}
+
+
+def test_a_buffer_that_a_model_names_stays_fp32() -> None:
+    class Routed(Attending):
+        _keep_in_fp32_modules = ("offset",)
+
+    model = Routed()
+    model.register_buffer("offset", torch.full((8,), 5.0))
+    amp.initialize(model, adamw(model), opt_level="O5", verbosity=0)
+    assert model.offset.dtype is torch.float32
+    assert model.bias.dtype is torch.bfloat16
+
+
+def test_each_module_of_a_list_that_a_model_names_is_kept() -> None:
+    class Heads(nn.Module):
+        _keep_in_fp32_modules = ("heads",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.heads = nn.Linear(4, 4), nn.ModuleList(Own(4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [head(self.base(x)) for head in self.heads]
+
+    model = Heads()
+    amp.initialize(model, adamw(model), opt_level="O5", verbosity=0)
+    assert all(is_kept(head) and head.weight.dtype is torch.float32 for head in model.heads)
+    assert {output.dtype for output in model(torch.randn(2, 4))} == {torch.float32}
+
+
+class Own(nn.Module):
+    """Computes with its weight by an operation, which takes one type."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("level", "cast_model_type", "keeps"), [("O0", torch.float16, True), ("O2", False, False), ("O2", None, True)]
+)
+def test_an_override_of_the_models_type_decides_what_is_kept(level: str, cast_model_type: Any, keeps: bool) -> None:
+    model = Naming()
+    amp.initialize(model, opt_level=level, cast_model_type=cast_model_type, verbosity=0)
+    assert is_kept(model.wo) is keeps
 
 
 def test_what_a_half_model_names_stays_as_the_loader_left_it() -> None:
@@ -344,6 +392,36 @@ def test_decompositions_of_parametrizations_run_in_fp32(level: str, came: torch.
     found = next(m.grad for m in amp.master_params(optimizer) if m.shape == gradient.shape and m.grad is not None)
     assert found.isfinite().all()
     assert (found - gradient).norm() / gradient.norm() < 0.1
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("stays", ["as loaded", "kept", "named"])
+@pytest.mark.parametrize("kind", ["orthogonal", "spectral_norm"])
+def test_an_fp32_layer_with_a_decomposition_stays_fp32(level: str, stays: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), getattr(parametrizations, kind)(nn.Linear(6, 6)), nn.Linear(6, 6))
+    if stays == "as loaded":
+        model.to(HALF[level])[1].float()
+    elif stays == "kept":
+        amp.keep_float(model[1])
+    else:
+        model._keep_in_fp32_modules = ["1"]
+    amp.initialize(model, adamw(model), opt_level=level, verbosity=0)
+    assert model[1].weight.dtype is torch.float32
+    assert model(torch.randn(8, 6)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("kind", ["orthogonal", "spectral_norm", "weight_norm"])
+def test_a_parametrized_model_is_given_back_in_half(level: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), getattr(parametrizations, kind)(nn.Linear(6, 6))).to(HALF[level])
+    before, values = dtypes(model), {name: t.clone() for name, t in model.state_dict().items()}
+    amp.initialize(model, adamw(model), opt_level=level, verbosity=0)
+    amp.close()
+    assert dtypes(model) == before
+    for name, tensor in model.state_dict().items():
+        assert_bitwise(tensor, values[name])
 
 
 # --- what a cast loses is named ------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from typing import Any
 
@@ -90,9 +91,9 @@ def test_copies_leave_the_same_arguments_alone(duplicate: Any) -> None:
 def test_a_model_whose_forward_is_its_own_attribute_leaves_arguments_alone() -> None:
     model = Denoiser()
     own = model.forward
-    model.forward = lambda sample, timestep: own(sample, timestep)  # type: ignore[method-assign]
+    model.forward = lambda timestep, sample: own(sample, timestep)  # type: ignore[method-assign]
     amp.initialize(model, opt_level="O5", verbosity=0, cast_inputs=["timestep"])
-    model(SAMPLE, timestep=STEPS)
+    model(STEPS, SAMPLE)
     assert model.given == {"sample": torch.bfloat16, "timestep": torch.float32}
 
 
@@ -101,6 +102,38 @@ def test_a_compiled_model_leaves_arguments_alone(dynamo: None) -> None:
     amp.initialize(model, opt_level="O5", verbosity=0, cast_inputs=["timestep"])
     expected = model(SAMPLE, STEPS)
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(SAMPLE, STEPS), expected)
+    amp.close()
+    compiled = torch.compile(Denoiser(), backend="eager")
+    amp.initialize(compiled, opt_level="O5", verbosity=0, cast_inputs=["timestep"])
+    torch.testing.assert_close(compiled(SAMPLE, STEPS), expected)
+
+
+class Gathering(nn.Module):
+    """Has a part that takes a time step, and any number of arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.denoiser = Denoiser()
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.denoiser(*args)
+
+
+def test_what_a_warning_advises_is_taken() -> None:
+    for call, name in (
+        (lambda model: model(SAMPLE, STEPS), "args[1]"),
+        (lambda model: model.denoiser(SAMPLE, STEPS), "timestep"),
+    ):
+        model = amp.initialize(Gathering(), opt_level="O5", verbosity=0)
+        with pytest.warns(AmpWarning, match=re.escape(f"Pass cast_inputs=['{name}'] to amp.initialize")):
+            call(model)
+        amp.close()
+        model = amp.initialize(Gathering(), opt_level="O5", verbosity=0, cast_inputs=[name])
+        call(model)
+        assert model.denoiser.given == {"sample": torch.bfloat16, "timestep": torch.float32}
+        amp.close()
+    with pytest.raises(AmpValueError, match="cast_inputs names 'args', which"):
+        amp.initialize(Gathering(), opt_level="O5", verbosity=0, cast_inputs=["args"])
 
 
 def test_names_that_no_forward_has_are_refused_with_the_nearest() -> None:
@@ -247,8 +280,7 @@ def test_looking_waits_for_no_gpu() -> None:
         gpu.put(x)
         flags = HostNumbers(lost(x, torch.bfloat16))
         assert not flags.is_known()
-        while not flags.is_known():
-            pass
+        assert any(flags.is_known() for _ in range(1000))
         assert gpu.waits == 0
         assert flags.values == [0.0, 1.0]
 

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 from amp_engine import AmpStateError, amp
 from tests.support import HALF, assert_bitwise, backward
 
 HALF_LEVELS = ("O2", "O3", "O5")
 X = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+IDS = torch.arange(16).reshape(2, 8) % 8
 LAYERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "Linear": (lambda: nn.Linear(8, 4), (X,)),
     "Bilinear": (lambda: nn.Bilinear(8, 8, 4), (X, X)),
@@ -30,6 +32,7 @@ LAYERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "LSTM with states": (lambda: nn.LSTM(8, 4), (X, (torch.zeros(1, 8, 4), torch.zeros(1, 8, 4)))),
     "LSTM, packed": (lambda: nn.LSTM(8, 4), (pack_padded_sequence(X, torch.tensor([2, 1] * 4), enforce_sorted=False),)),
     "GRUCell": (lambda: nn.GRUCell(8, 4), (X[0],)),
+    "EmbeddingBag": (lambda: nn.EmbeddingBag(8, 4, mode="sum"), (IDS, None, X[0, :2])),
     "MultiheadAttention": (lambda: nn.MultiheadAttention(8, 2), (X, X, X)),
     "Linear, parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)), (X,)),
 }
@@ -51,9 +54,11 @@ def first_tensor(value: Any) -> Tensor:
 
 
 def to(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        return value
     if isinstance(value, Tensor) or hasattr(value, "batch_sizes"):
         return value.to(dtype)
-    return tuple(item.to(dtype) for item in value)
+    return value if value is None else tuple(item.to(dtype) for item in value)
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
@@ -229,9 +234,97 @@ def test_a_module_of_buffers_inside_of_another_or_of_a_kept_one_gives_fp32_to_it
     assert nested.given is torch.float32
 
 
-def test_the_banner_names_the_buffers_of_modules_that_compute_in_fp32(capsys: Any) -> None:
-    amp.initialize(nn.Sequential(nn.Linear(8, 8), Table()), opt_level="O5")
-    assert "1.table" in capsys.readouterr().out
+def test_a_module_of_buffers_that_a_script_calls_gives_fp32() -> None:
+    model = amp.initialize(nn.Sequential(nn.Linear(8, 8), Rotation()), opt_level="O5", verbosity=0)
+    expected = X * torch.cos(1000.0 * model[1].table)
+    assert_bitwise(model[1](X), expected)
+    assert_bitwise(model[1](X.bfloat16()), X.bfloat16().float() * torch.cos(1000.0 * model[1].table))
+
+
+def test_what_a_module_of_buffers_puts_into_a_dictionary_is_there() -> None:
+    class Normalize(Table):
+        def forward(self, batch: dict[str, Tensor]) -> None:  # type: ignore[override]
+            batch["x"] = batch["x"] - self.table
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.normalize, self.last = nn.Linear(8, 8), Normalize(), Own()
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch = {"x": self.first(x)}
+            self.normalize(batch)
+            return self.last(batch["x"])
+
+    model = Model()
+    expected = model(X)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    assert (model(X) - expected).norm() / expected.norm() < 0.02
+
+
+def test_float64_goes_into_a_module_of_buffers_as_it_is() -> None:
+    class Wide(Table):
+        def compute(self, x: Tensor) -> Tensor:
+            self.given = x.dtype
+            return x.to(self.table.dtype)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.wide = nn.Linear(8, 8), Wide()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(self.wide(x.double()))
+
+    for level in ("O0", "O5"):
+        model = amp.initialize(Model(), opt_level=level, verbosity=0)
+        model(X)
+        assert model.wide.given is torch.float64
+        amp.close()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", ["kept", "table", "table alone"])
+def test_a_recomputed_part_casts_as_it_did(level: str, kind: str, reentrant: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.inner = amp.keep_float(nn.Linear(8, 8)) if kind == "kept" else Table()
+            self.weight = nn.Parameter(torch.rand(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.inner
+            x = self.first(x)
+            x = checkpoint(inner, x, use_reentrant=reentrant) if kind == "table alone" else inner(x)
+            return x @ self.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(8, 8), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.block(x) if kind == "table alone" else checkpoint(self.block, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    backward(model(X).square().mean(), optimizer)
+    assert all(param.grad is not None for param in amp.master_params(optimizer))
+
+
+def test_the_banner_names_buffers_that_stay_and_those_that_might_have_to(capsys: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Table(), Table(nn.Linear(8, 8)))
+    model.register_buffer("mask", torch.eye(8))
+    model.register_buffer("count", torch.ones(8))
+    amp.initialize(model, opt_level="O5")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "modules with buffers and no parameters compute in FP32: 1.table." in said
+    assert "buffers beside parameters are cast with them: count, 2.table. For one that counts" in said
 
 
 # --- the message ---------------------------------------------------------------------------------------
@@ -268,9 +361,12 @@ def test_other_errors_of_a_forward_stay_as_they_are() -> None:
             self.layer = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
+            if x.dim() == 2:
+                raise RuntimeError("The numbers of heads must be the same")
             return self.layer(x[..., :3])
 
     model = amp.initialize(Wrong(), opt_level="O5", verbosity=0)
-    with pytest.raises(RuntimeError, match=re.escape("shapes cannot be multiplied")) as caught:
-        model(X)
-    assert type(caught.value) is RuntimeError
+    for given, said in ((X, "shapes cannot be multiplied"), (X[0], "The numbers of heads")):
+        with pytest.raises(RuntimeError, match=re.escape(said)) as caught:
+            model(given)
+        assert type(caught.value) is RuntimeError

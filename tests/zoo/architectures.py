@@ -154,11 +154,13 @@ def _build(architecture: str, class_name: str, plan: str, folder: str) -> Model:
     module = kind(config).eval()
     as_trained(module)
 
+    probed = copy.deepcopy(module)  # a forward may keep tensors in attributes
+
     def run(inputs: dict[str, Any]) -> None:
         with torch.no_grad():
-            module(**inputs)
+            probed(**inputs)
 
-    layout = layout_of(module, run)
+    layout = layout_of(probed, run)
     module.save_pretrained(folder)
     return Model(
         module,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -156,4 +158,6 @@ def _missing(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """Without the folders of files, and not too wide."""
+    text = re.sub(r"\S*/(\w+\.?\w*)", r"\1", text)
+    return textwrap.shorten(text, 110, placeholder="...").replace("|", "\\|").replace("<", "&lt;")

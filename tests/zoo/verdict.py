@@ -36,12 +36,11 @@ def _findings(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "exported", f"{len(loaded['exported'])} tensors in another dtype, first {loaded['exported'][0]}"
     for level in ("O5", "O2"):
         value = ratio(row, level)
-        if isinstance(value, str):
-            if not runs_under_autocast(row, level):
-                continue
-            yield level, value
-        elif (value > LIMIT or math.isnan(value)) and not is_that_of_half(row, level):
-            yield level, f"{value:.2f} times the error of autocast"
+        if runs_under_autocast(row, level):
+            if isinstance(value, str):
+                yield level, value
+            elif (value > LIMIT or math.isnan(value)) and not is_that_of_half(row, level):
+                yield level, f"{value:.2f} times the error of autocast"
         training = row["training"][level]
         if "error" in training:
             if not isinstance(value, str):

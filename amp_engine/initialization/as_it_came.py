@@ -67,7 +67,7 @@ def declared_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the module, or if it is a list, what it lists: a list is not called."""
-    if type(module).forward is not nn.Module.forward:
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         yield path, module
         return
     for name, child in module.named_children():

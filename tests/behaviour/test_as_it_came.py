@@ -305,6 +305,19 @@ def test_a_buffer_that_a_model_names_stays_fp32() -> None:
     assert model.bias.dtype is torch.bfloat16
 
 
+def test_a_module_without_a_forward_that_a_model_names_stays_fp32() -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("embed", torch.rand(4, 4))
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].codebook = Codebook()
+    model._keep_in_fp32_modules = ["codebook"]
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    assert model[0].codebook.embed.dtype is torch.float32
+
+
 def test_each_module_of_a_list_that_a_model_names_is_kept() -> None:
     class Heads(nn.Module):
         _keep_in_fp32_modules = ("heads",)

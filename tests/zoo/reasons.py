@@ -6,6 +6,10 @@ TIME_STEP = (
     "its time step of 937 becomes 936, which a warning says; with `cast_inputs=['timestep']` its outputs are those as "
     "loaded, and its error is at most 1.3 of autocast's"
 )
+CODEBOOK = (
+    "its codebook has no `forward` and is cast, and so gives other codes for a few vectors; with "
+    "`amp.keep_float(model.quantizer)` its error is at most 1.1 of autocast's"
+)
 MAKES_FP32 = "its forward makes FP32 and multiplies it with half weights, as in plain half; the error names the line"
 
 REASONS: dict[str, dict[str, str]] = {
@@ -14,6 +18,7 @@ REASONS: dict[str, dict[str, str]] = {
         ("training O5", "training O2"), "in training it wants durations as labels, which the zoo does not make"
     ),
     "fnet": {"O5": NO_FFT, "O2": NO_FFT},
+    "mimi": {"O5": CODEBOOK, "O2": CODEBOOK},
     "openai_privacy_filter": {
         "O2": "another expert is chosen for a few rows, as in plain half, which has 4.6; the median row has 1.3"
     },

@@ -620,5 +620,6 @@ def test_objects_cast_themselves_that_refer_to_each_other_or_have_a_method_of_an
 def test_a_compiled_model_writes_into_the_users_dictionary(dynamo: None) -> None:
     model = amp.initialize(Writing(), opt_level="O5", verbosity=0)
     given = batch_of(dict, torch.float32)
-    torch.compile(model, backend="eager")(given)  # torch 2.11 breaks a graph at a comparison of dictionaries
+    with torch.no_grad():  # where torch 2.11 breaks the graph, at dictionaries, Dynamo looks at the `.grad` of results
+        torch.compile(model, backend="eager")(given)
     assert given["y"].dtype is torch.float32

@@ -209,8 +209,8 @@ class Engine:
             process_group: the ranks that agree on overflows, if neither DistributedDataParallel nor DTensors determine
                 them: with FullyShardedDataParallel, ZeroRedundancyOptimizer or stages of a pipeline.
             moment_dtype: torch.bfloat16 stores each of Adam's moments in 2 bytes, not 4, with stochastic rounding.
-            cast_inputs: False casts no floating inputs of a cast model; names of arguments are left alone, such as
-                ["timestep"].
+            cast_inputs: False casts no floating inputs of a model at O2, O3 and O5; names of arguments are left alone,
+                such as ["timestep"].
             casts: where O1 and O4 cast functions: "everywhere" in the process, as apex did; "model" in forwards of
                 `models` and their parts, in the thread that calls them, and in `with amp.casts():`. Outputs of these
                 forwards are FP32, unless `cast_model_outputs` says otherwise.

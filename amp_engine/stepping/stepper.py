@@ -219,7 +219,7 @@ class Stepper:
         self.passed = None
 
     def note_clipped(self) -> None:
-        """Note that checked gradients were multiplied or clamped, which makes none of them infinite or NaN."""
+        """Note that checked gradients were multiplied or clamped by finite numbers: all stay finite."""
         if self._checked is not None:
             self.note_seen()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
+from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import is_lazy, tensor_lists
 from amp_engine.stepping.master import masters_of
@@ -114,7 +115,10 @@ def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
     grads = [p.grad for p in params if p.grad is not None]
     half = [g for g in grads if is_low_precision(g) and g.layout is torch.strided]
     if half:
-        norms = torch._foreach_norm(half, float(norm_type), dtype=torch.float32)
-        grads = [*norms, *(g for g in grads if not is_low_precision(g) or g.layout is not torch.strided)]
+        shards = [g.float() for g in half if is_sharded(g)]  # DTensor of torch 2.14 takes `dtype` for a dimension
+        whole = [g for g in half if not is_sharded(g)]
+        norms = torch._foreach_norm(whole, float(norm_type), dtype=torch.float32) if whole else ()
+        others = (g for g in grads if not is_low_precision(g) or g.layout is not torch.strided)
+        grads = [*norms, *shards, *others]
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
     return norm.to(params[0].device) if params else norm  # without gradients the norm is on the CPU

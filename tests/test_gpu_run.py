@@ -247,6 +247,11 @@ def test_a_stage_that_overruns_is_ended_with_what_it_started_and_the_rest_goes_o
     assert "=== last: ok" in log
 
 
+def test_a_report_names_files_as_the_repository_does(tmp_path):
+    (outcome,) = run([Stage("warning", python(f"print({str(ROOT / 'tests/a.py')!r} + ':1: why')"), 30.0)], tmp_path)
+    assert outcome.note == "tests/a.py:1: why"
+
+
 def test_a_stage_that_does_not_listen_is_killed(tmp_path):
     deaf = python("import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")
     (outcome,) = run([Stage("deaf", deaf, 2.0)], tmp_path)

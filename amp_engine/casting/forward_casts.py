@@ -53,7 +53,7 @@ class ForwardCasts:
             casts, and casts inputs only to a type that one of its parameters has: not for a batch norm in FP32.
         of_typed: True if a module with parameters, but none of type `inputs`, casts nothing, such as a copy that was
             converted.
-        of_island: True if the module is part of a model and computes in FP32: it casts half inputs in each call, and
+        of_island: True if the module computes in FP32 inside of a half model: it casts half inputs in each call, and
             outputs only in calls from inside of a forward that casts.
         of_model: casts the inputs, the same for the model and its parts.
     """
@@ -136,7 +136,7 @@ def _is_called_by_cast_model() -> bool:
         if frame.f_code is _CALL:
             module = frame.f_locals.get("self")
             casts = casts_of(module) if isinstance(module, nn.Module) else None
-            if casts is not None and not casts.of_part:
+            if casts is not None and not (casts.of_part or casts.of_island):
                 return True
     return False
 
@@ -189,7 +189,7 @@ def _casting(own: type[nn.Module]) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         casts: ForwardCasts | None = getattr(self, _CASTS, None)  # a forward that was kept is called after `close`
         called = own.forward if casts is None or casts.inputs is None else in_one_type
-        if casts is None or (casts.of_part and not casts.of_island and getattr(_inside, "forward", False)):
+        if casts is None or (casts.of_part and getattr(_inside, "forward", False)):
             return called(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _cast_around(called, arguments, casts, self, args, kwargs)
@@ -226,7 +226,7 @@ def _cast_around(
     kwargs: Any,
 ) -> Any:
     inputs, outputs = casts.inputs, casts.outputs
-    if not (casts.of_part or torch.compiler.is_compiling()):
+    if not (casts.of_part or casts.of_island or torch.compiler.is_compiling()):
         _warn_of_autocast()
     if casts.of_island:
         if is_called_from_outside() and not _is_recomputed(module):
@@ -249,12 +249,7 @@ def _cast_around(
         else:
             args, kwargs = casts.of_model.cast(inputs, arguments, args, kwargs)
         mappings = GivenMappings(_values(given), _values((args, kwargs)))
-        if (
-            casts.of_part
-            and not casts.of_island
-            and _is_in_backward()
-            and all(map(is_, _values(given), _values((args, kwargs))))
-        ):
+        if casts.of_part and _is_in_backward() and all(map(is_, _values(given), _values((args, kwargs)))):
             outputs = None  # a part that the model calls as well, which had no cast to do
     before = is_inside()
     _inside.forward = True

@@ -128,11 +128,11 @@ def as_left_alone(cast_inputs: Any, models: Sequence[nn.Module]) -> frozenset[st
     parameters = [p for model in models for p in _parameters_of(without_wrapper(model))]
     own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     of_parts = {p.name for m in models for part in m.modules() for p in _parameters_of(part)}
-    variable = {p.name for p in parameters} - {*own}
+    of_no_value = {p.name for p in parameters} - {*own}  # *args and **kwargs themselves
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name in names:
-        is_named = name in own or (name not in variable and (takes_more or name in of_parts))
-        if not (is_named or re.fullmatch(r"args\[\d+\]", name)):
+        is_known = takes_more or name in of_parts or re.fullmatch(r"args\[\d+\]", name)
+        if name in of_no_value or not is_known:
             near = get_close_matches(name, own, 1)
             raise AmpValueError(
                 f"cast_inputs names {name!r}, which forward() of {', '.join(type(m).__name__ for m in models)} has not."

@@ -199,10 +199,9 @@ class CastModel:
                 is_typed = computes is not None and has_parameter_of(model, dtype)
                 self._cast_forward(model, replace(casts, of_typed=is_typed))
             if computes in LOW_PRECISION:
-                island = ForwardCasts(torch.float32, None, of_part=True, of_island=True, of_model=inputs)
                 for module, is_outermost in fp32_islands(model):
-                    if not isinstance(module, _FP32_PARAMETRIZATIONS):
-                        self._cast_forward(module, replace(island, outputs=computes if is_outermost else None))
+                    to = computes if is_outermost else None
+                    self._cast_forward(module, ForwardCasts(torch.float32, to, of_island=True, of_model=inputs))
             if casts_functions:
                 self._handles += cast_functions_in(model)
             if casts_functions or (computes is not None and self._cast_modules):
@@ -346,7 +345,8 @@ def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
     } | {id(tensor) for module, _ in kept_modules(model) for tensor in [*module.parameters(), *module.buffers()]}
     stay: set[int] = set()
     if dtype in LOW_PRECISION:
-        kept |= {id(buffer) for island, _ in fp32_islands(model) for buffer in island.buffers()}
+        islands = [*_decompositions(model), *(module for module, _ in fp32_islands(model))]
+        kept |= {id(buffer) for island in islands for buffer in island.buffers()}
         if came_in_half(model):
             stay = {id(tensor) for _, tensor in _tensors(model) if not is_low_precision(tensor)}
         else:
@@ -355,23 +355,24 @@ def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
 
 
 def fp32_islands(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield each module that computes in FP32 without being kept by name, and True if it is inside of no other.
+    """Yield each module with buffers alone of a model that came in FP32, and True if it is inside of none that is FP32.
 
-    Decompositions and power iterations lose their digits in half. In a model that came in FP32 islands are also modules
-    with floating buffers and no parameters, since what they compute in half is far off: tables of frequencies and
-    positions, means and variances, averages. They are no layers of torch, whose buffers belong to their inputs.
+    What they compute in half is far off: tables of frequencies and positions, means and variances, averages. They are
+    no layers of torch, whose buffers belong to their inputs.
     """
-    came_in_float32 = not came_in_half(model)
+    if came_in_half(model):
+        return
     within = {one for module, _ in kept_modules(model) for one in module.modules()}
     for module in model.modules():  # parents first
-        if isinstance(module, _FP32_PARAMETRIZATIONS):
-            yield module, True
-        elif came_in_float32 and module is not model and _computes_with_buffers_alone(module):
+        if module is not model and _computes_with_buffers_alone(module):
             yield module, module not in within
             within.update(module.modules())
 
 
-_FP32_PARAMETRIZATIONS = (parametrizations._Orthogonal, parametrizations._SpectralNorm)
+def _decompositions(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the parametrizations whose decompositions and power iterations lose their digits in half."""
+    kinds = (parametrizations._Orthogonal, parametrizations._SpectralNorm)
+    yield from (module for module in model.modules() if isinstance(module, kinds))
 
 
 def _computes_with_buffers_alone(module: nn.Module) -> bool:
@@ -391,11 +392,10 @@ def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[Removabl
         if is_outermost:
             yield module.register_forward_hook(CastKeptOutputs(dtype), prepend=True)
     for weights in model.modules():
-        for module in weights.children() if isinstance(weights, ParametrizationList) else ():
-            original = next(weights.parameters(recurse=False), None)
-            if isinstance(module, _FP32_PARAMETRIZATIONS) and original is not None and is_low_precision(original):
-                yield module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
-                yield module.register_forward_hook(CastOutputs(original.dtype), prepend=True)
+        originals = [*weights.parameters(recurse=False)] if isinstance(weights, ParametrizationList) else []
+        for module in _decompositions(weights) if any(map(is_low_precision, originals)) else ():
+            yield module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
+            yield module.register_forward_hook(CastOutputs(originals[0].dtype), prepend=True)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -112,13 +112,15 @@ def _with_readable_gradients(weights: Iterable[Tensor]) -> list[Tensor]:
 
 def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients as torch does, but of half ones in FP32: their squares need its digits."""
-    grads = [p.grad for p in params if p.grad is not None]
-    half = [g for g in grads if is_low_precision(g) and g.layout is torch.strided]
-    if half:
-        shards = [g.float() for g in half if is_sharded(g)]  # DTensor of torch 2.14 takes `dtype` for a dimension
-        whole = [g for g in half if not is_sharded(g)]
-        norms = torch._foreach_norm(whole, float(norm_type), dtype=torch.float32) if whole else ()
-        others = (g for g in grads if not is_low_precision(g) or g.layout is not torch.strided)
-        grads = [*norms, *shards, *others]
-    norm = torch.nn.utils.get_total_norm(grads, norm_type)
+    half: list[Tensor] = []
+    others: list[Tensor] = []
+    for grad in (p.grad for p in params if p.grad is not None):
+        if not is_low_precision(grad) or grad.layout is not torch.strided:
+            others.append(grad)
+        elif is_sharded(grad):
+            others.append(grad.float())  # a DTensor of torch 2.14 takes `dtype` for a dimension
+        else:
+            half.append(grad)
+    norms = torch._foreach_norm(half, float(norm_type), dtype=torch.float32) if half else ()
+    norm = torch.nn.utils.get_total_norm([*norms, *others], norm_type)
     return norm.to(params[0].device) if params else norm  # without gradients the norm is on the CPU

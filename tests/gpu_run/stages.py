@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROOT = f"{Path(__file__).parents[2]}/"
+
 GRACE = 3.0  # seconds between asking a program to end and killing it
 TAIL = 30  # lines of a failed stage's output that the report keeps
 
@@ -105,6 +107,7 @@ def _read(process: subprocess.Popen[str], lines: list[str], say: Callable[[str],
     assert process.stdout
     with process.stdout:
         for line in process.stdout:
+            line = line.replace(ROOT, "")  # of warnings and tracebacks
             lines.append(line.rstrip())
             with contextlib.suppress(ValueError):  # the log is closed: the stage is over
                 say(line)

@@ -44,8 +44,16 @@ REQUIRES_GRAD: Any = TensorBase.requires_grad
 """torch's own `.requires_grad`, which bypasses properties of subclasses."""
 
 
+# Keys whose owner has ended. Their entries go with the next owner, not when the garbage collector runs: torch.compile
+# walks this dictionary while it traces the reading of a gradient.
+_ENDED: list[int] = []
+
+
 def own(weight: MasterParameter, owner: Owner) -> None:
     """Have `weight` ask `owner` for its gradient, while `owner` lives."""
+    while _ENDED:
+        if (ended := _OWNERS.get(key := _ENDED.pop())) is not None and ended() is None:
+            del _OWNERS[key]
     ref = _OwnerRef(owner, _OwnerRef.ended)
     ref.key = id(weight)
     _OWNERS[ref.key] = ref
@@ -56,7 +64,7 @@ class _OwnerRef(weakref.ref[Owner]):
     key: int
 
     def ended(self) -> None:
-        _OWNERS.pop(self.key, None)
+        _ENDED.append(self.key)
 
 
 def _owner(key: int) -> Owner | None:

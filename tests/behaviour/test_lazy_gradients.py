@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import io
 import math
 import pickle
@@ -20,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from amp_engine import AmpStateError, amp, kernels
 from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from amp_engine.stepping import master_parameter
 from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import MASTER_LEVELS, assert_bitwise, backward, frozen, masters, optimizer_values
@@ -575,6 +577,15 @@ def test_compiled_functions_see_gradients() -> None:
         return sum(param.grad.double().square().sum() for param in params)
 
     torch.testing.assert_close(squares(list(amp.master_params(optimizer))), expected)
+
+
+def test_owners_may_end_while_dynamo_walks_them() -> None:
+    _, optimizer = pending()
+    for index, _ in enumerate(master_parameter._OWNERS):
+        if index == 0:
+            amp.close()
+            del _, optimizer
+            gc.collect()
 
 
 @pytest.mark.usefixtures("dynamo")

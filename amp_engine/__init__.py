@@ -8,8 +8,9 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
 optimizer.step()
 """
 
+from typing import TYPE_CHECKING
+
 from amp_engine import amp as amp
-from amp_engine.amp import *  # noqa: F403
 from amp_engine.amp import _amp_state as _amp_state
 from amp_engine.engine import Engine as Engine
 from amp_engine.errors import AmpError as AmpError
@@ -22,7 +23,20 @@ from amp_engine.errors import AmpTypeError as AmpTypeError
 from amp_engine.errors import AmpValueError as AmpValueError
 from amp_engine.errors import AmpWarning as AmpWarning
 from amp_engine.levels.policy import Policy as Policy
-from amp_engine.saving import old_pickles as _old_pickles  # noqa: F401
+
+if TYPE_CHECKING:
+    from amp_engine.amp import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        """A name of `amp`, whose tools are loaded when they are first asked for."""
+        if name in amp.__all__:
+            return getattr(amp, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 

@@ -3,8 +3,6 @@
 import argparse
 import sys
 
-from amp_engine.telemetry.software import describe
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command of `python -m amp_engine`. Returns an exit status."""
@@ -15,14 +13,16 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("advise", help="a few steps of a training script at each level, and which one to take")
     commands.add_parser("audit", help="a few steps of any training script, and what rounding erases of them")
     if arguments[:1] == ["advise"]:  # the arguments after it include those of the script
-        from amp_engine.advice import command
+        from amp_engine.tools.advice import command
 
         return command.main(arguments[1:])
     if arguments[:1] == ["audit"]:
-        from amp_engine.advice import audit_command
+        from amp_engine.tools.advice import audit_command
 
         return audit_command.main(arguments[1:])
     if parser.parse_args(arguments).command == "info":
+        from amp_engine.tools.software import describe
+
         for name, state in describe():
             print(f"{name:<12}{state}")
     else:

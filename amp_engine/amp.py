@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from amp_engine import grad_scaler as _grad_scaler
@@ -21,10 +20,10 @@ from amp_engine.casting import Registration, deferred
 from amp_engine.casting import original as original
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpTypeError
+from amp_engine.ground import tools as _tools
 from amp_engine.initialization.arguments import check_keywords
 from amp_engine.initialization.rewrap import rewrap as rewrap
 from amp_engine.levels.fsdp import fsdp_policy as fsdp_policy
-from amp_engine.levels.policy_file import RunPolicy as RunPolicy
 from amp_engine.levels.scale_rule import DynamicLossScale as DynamicLossScale
 from amp_engine.optimizers import LARC
 from amp_engine.saving.averages import averaged_weights as averaged_weights
@@ -34,14 +33,11 @@ from amp_engine.saving.by_name import named_masters as named_masters
 from amp_engine.saving.by_name import optimizer_state_dict as optimizer_state_dict
 from amp_engine.saving.scaler_state import convert_state_dict as convert_state_dict
 from amp_engine.scaling.scaler import LossScaler as LossScaler
-from amp_engine.telemetry import gradient_histogram as _histograms
-from amp_engine.telemetry import receipt as _receipts
-from amp_engine.telemetry import scalars as _scalars
-from amp_engine.telemetry.compare_levels import compare_levels as compare_levels
-from amp_engine.telemetry.fp32_modules import find_fp32_modules as find_fp32_modules
-from amp_engine.telemetry.gradient_watch import GradientWatch
-from amp_engine.telemetry.step_times import StepTimes
-from amp_engine.telemetry.update_audit import UpdateAudit
+
+if TYPE_CHECKING:
+    from amp_engine.tools.policy_file import RunPolicy as RunPolicy
+    from amp_engine.tools.telemetry.compare_levels import compare_levels as compare_levels
+    from amp_engine.tools.telemetry.fp32_modules import find_fp32_modules as find_fp32_modules
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -66,16 +62,15 @@ def _of_current_engine(function: Callable[Concatenate[Engine, P], R]) -> Callabl
     name = function.__name__
     signature = inspect.signature(function)
     _, *parameters = signature.parameters.values()
-    is_method = hasattr(Engine, name)
     takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     @functools.wraps(function, assigned=("__name__", "__doc__", "__annotations__"))
     def call(*args: P.args, **keywords: P.kwargs) -> R:
         if keywords and not takes_any_keyword:
             check_keywords(f"amp.{name}", keywords, [p.name for p in parameters])
-        engine = _amp_state.engine
         # Looked up on the engine, since a subclass or an attribute of the engine may replace the method.
-        return getattr(engine, name)(*args, **keywords) if is_method else function(engine, *args, **keywords)
+        found: R = getattr(_amp_state.engine, name)(*args, **keywords)
+        return found
 
     call.__qualname__ = name
     vars(call)["__signature__"] = signature.replace(parameters=parameters)
@@ -99,15 +94,31 @@ load = _of_current_engine(Engine.load)
 casts = _of_current_engine(Engine.casts)
 disable_casts = _of_current_engine(Engine.disable_casts)
 keep_float = _of_current_engine(Engine.keep_float)
-explain = _of_current_engine(Engine.explain)
-overflow_report = _of_current_engine(Engine.overflow_report)
-find_overflow = _of_current_engine(Engine.find_overflow)
 last_step = _of_current_engine(Engine.last_step)
 step_scheduler = _of_current_engine(Engine.step_scheduler)
 close = _of_current_engine(Engine.close)
-receipt = _of_current_engine(_receipts.receipt)
-gradient_histogram = _of_current_engine(_histograms.gradient_histogram)
-scalars = _of_current_engine(_scalars.scalars)
+
+if TYPE_CHECKING:
+    audit_updates = _of_current_engine(Engine.audit_updates)
+    explain = _of_current_engine(Engine.explain)
+    find_overflow = _of_current_engine(Engine.find_overflow)
+    gradient_histogram = _of_current_engine(Engine.gradient_histogram)
+    overflow_report = _of_current_engine(Engine.overflow_report)
+    receipt = _of_current_engine(Engine.receipt)
+    scalars = _of_current_engine(Engine.scalars)
+    step_times = _of_current_engine(Engine.step_times)
+    watch_gradients = _of_current_engine(Engine.watch_gradients)
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A tool, which is loaded when it is first asked for."""
+        if name in _tools.OF_ENGINE:
+            found = _of_current_engine(getattr(_tools.tool(_tools.OF_ENGINE[name]), name))
+        elif name in _tools.OTHERS:
+            found = getattr(_tools.tool(_tools.OTHERS[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, found)
 
 
 def _engine() -> Engine:
@@ -139,27 +150,6 @@ class GradScaler(_grad_scaler.GradScaler):
                 "enabled=..., loss_scale=amp.DynamicLossScale(init_scale=..., growth_interval=...))."
             )
         super().__init__(_engine, optimizers, loss_id)
-
-
-def watch_gradients(every: int = 100, dtype: torch.dtype | None = None) -> GradientWatch:
-    return GradientWatch(_amp_state.engine, every, dtype)
-
-
-def step_times() -> StepTimes:
-    return StepTimes(_amp_state.engine)
-
-
-def audit_updates(
-    optimizers: Optimizer | Sequence[Optimizer],
-    every: int = 1,
-    models: nn.Module | Sequence[nn.Module] | None = None,
-) -> UpdateAudit:
-    return UpdateAudit(_amp_state.engine, optimizers, every, models)
-
-
-watch_gradients.__doc__ = GradientWatch.__doc__
-step_times.__doc__ = StepTimes.__doc__
-audit_updates.__doc__ = UpdateAudit.__doc__
 
 
 def half_function(fn: F) -> F:

@@ -7,10 +7,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +18,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from amp_engine import casting
-from amp_engine.casting import EngineCasts, Explanation, patch_torch
-from amp_engine.diagnosis.find_overflow import OverflowSource, find_overflow
-from amp_engine.diagnosis.overflow_watch import OverflowWatch
-from amp_engine.diagnosis.post_mortem import OverflowReport
-from amp_engine.diagnosis.rehearsal import checked_policy
+from amp_engine.casting import EngineCasts, patch_torch
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground import tools
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.initialization import arguments, cast_notes, keep_by_name
 from amp_engine.initialization.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.initialization.initialized import Initialized, master_params
+from amp_engine.initialization.policy_argument import takes_policy
 from amp_engine.initialization.request import checked
 from amp_engine.levels import levels, report
 from amp_engine.levels.policy import Policy
-from amp_engine.levels.policy_file import RunPolicy, takes_policy
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
 from amp_engine.optimizers import LARC, inner_of
-from amp_engine.page.page import Page, Verbatim
 from amp_engine.saving import by_name, checkpoint_file, scaler_state
 from amp_engine.saving import objects as saved_objects
 from amp_engine.saving.averages import AveragedModel, AvgFn, MultiAvgFn
@@ -53,6 +48,16 @@ from amp_engine.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from amp_engine.tools import explanation
+    from amp_engine.tools.diagnosis import find_overflow as overflow_search
+    from amp_engine.tools.diagnosis import overflow_watch
+    from amp_engine.tools.diagnosis.overflow_watch import OverflowWatch
+    from amp_engine.tools.policy_file import RunPolicy
+    from amp_engine.tools.telemetry import gradient_histogram as histograms
+    from amp_engine.tools.telemetry import gradient_watch, receipt, update_audit
+    from amp_engine.tools.telemetry import scalars as logged
+    from amp_engine.tools.telemetry import step_times as times
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -83,10 +88,29 @@ class Engine:
         self.allow_incoming_model_not_fp32 = False  # True: every level accepts half weights without masters
         self.function_casts = EngineCasts(self.reporter.say)
         self._scaling = Scaling()
-        self._initialized = Initialized(self._scaling, self.function_casts, self.reporter)
+        self.tools: dict[str, Any] = {}  # what tools keep about the models; forgotten by the first `initialize`
+        self._initialized = Initialized(self._scaling, self.function_casts, self.reporter, self.tools)
         self.backwards = self._initialized.backwards
         # The number of optimizer steps that each scheduler has followed.
         self._followed: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
+
+    if TYPE_CHECKING:
+        audit_updates = update_audit.audit_updates
+        explain = explanation.explain
+        find_overflow = overflow_search.find_overflow
+        gradient_histogram = histograms.gradient_histogram
+        overflow_report = overflow_watch.overflow_report
+        receipt = receipt.receipt
+        scalars = logged.scalars
+        step_times = times.step_times
+        watch_gradients = gradient_watch.watch_gradients
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """A tool that takes an engine, such as `receipt`, as a method: loaded when it is asked for."""
+            if name not in tools.OF_ENGINE:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return MethodType(getattr(tools.tool(tools.OF_ENGINE[name]), name), self)
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -101,7 +125,7 @@ class Engine:
 
     @property
     def overflows(self) -> OverflowWatch:
-        """The record of overflows since the first `initialize`."""
+        """The record of overflows since the first `initialize`; a tool, which is loaded."""
         return self._initialized.overflows
 
     @property
@@ -117,9 +141,6 @@ class Engine:
         scale = str(self.policy.loss_scale)
         count = f"{len(self.scalers)} losses" if len(self.scalers) != 1 else "1 loss"
         return f"<Engine at {self.policy.opt_level}: steps {optimizers or 'no optimizer'}; {count}, loss scale {scale}>"
-
-    def _repr_html_(self) -> str:
-        return Page.of(Verbatim(repr(self))).html()
 
     def __enter__(self) -> Engine:
         return self
@@ -244,8 +265,8 @@ class Engine:
                 "casts": casts,
                 "cast_inputs": cast_inputs,
             }
-            assert policy is None or isinstance(policy, RunPolicy)  # `takes_policy` has read the file
-            names = () if policy is None else tuple(policy.keep_float)
+            # `takes_policy` has read the file.
+            names = () if policy is None else tuple(cast("RunPolicy", policy).keep_float)
             kept = undo.enter_context(keep_by_name.kept(models, names, opt_level, cast_model_type))
             request = checked(
                 models,
@@ -271,7 +292,7 @@ class Engine:
             emulated = arguments.emulated_on_cpu(request.models, decided)
             self._initialized.add(request, adopt_data_writes)
             if self.policy is None:
-                self.overflows.begin()
+                self.tools.clear()
                 self.backwards.evidence.begin()
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
@@ -558,27 +579,6 @@ class Engine:
         self._initialized.kept_by_policy.discard(module)  # from now on `close` does not undo it
         return kept
 
-    def explain(self) -> Explanation:
-        """A record of casts, for `with amp.explain() as explanation:` around one or more iterations.
-
-        `explanation.records` has, for each function on the lists of O1 and O4 and each type that it ran in, in all
-        threads: the calls, the casts made for them, the casts that the cache saved, and the bytes that the casts read
-        and wrote. `str(explanation)` is a table of the records. Calls in code that torch.compile compiled are not
-        recorded. At the other levels there are no casts to count, and compiled code may be compiled once more. Can be
-        nested. Python runs at each call, so do not time the iterations. No host sync.
-        """
-        return Explanation(self.function_casts.observed, lambda: self.function_casts.why_ended(self.policy))
-
-    def overflow_report(self) -> OverflowReport:
-        """A record of each overflow since the first `initialize`, or the first after `close`, oldest first.
-
-        It has the newest 1000 that the host knows of; `str()` of the record is a table, and `str()` of an entry is the
-        line that was printed. Each entry has the parameter and the module in which the backward first became
-        non-finite, the number of such elements, inf or nan, the loss and its scale, the likely cause and, for a
-        non-finite loss, the operation that made it non-finite. No host sync.
-        """
-        return self.overflows.report()
-
     def last_step(self, optimizer: Optimizer | LARC | None = None) -> LastStep:
         """The outcome of the last `optimizer.step()`: skipped or not, at which loss scale, with which norm.
 
@@ -642,43 +642,6 @@ class Engine:
             scheduler.step()
         self._followed[scheduler] = pending.taken
         return pending.taken - followed
-
-    def find_overflow(self, step_fn: Callable[[], Any], loss_scale: float | None = None) -> OverflowSource:
-        """Run one batch once more and name the module and operation that gave the first non-finite value.
-
-            print(amp.find_overflow(lambda: loss_fn(model(x), y)))
-
-        Args:
-            step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`. If it returns
-                a loss and runs no backward, `find_overflow` runs it, for all optimizers. `optimizer.step()` of
-                initialized optimizers does nothing inside.
-            loss_scale: the value of dynamic scales during the run. Default: the scale of the newest overflow, or the
-                present scale if there was none. If the backward overflows at the scale of the newest overflow, the
-                batch is run once more at the present scale.
-
-        Returns:
-            A record; `str()` is a sentence. Gradients, buffers, loss scales and the global generators of torch, Python
-            and NumPy are restored, and so are objects that step_fn refers to: averages and other modules, schedulers,
-            other optimizers, generators. An iterator that step_fn takes a batch from is not restored. Code that
-            torch.compile compiled runs uncompiled; code that torch.jit compiled counts as one operation.
-
-        Reads the arguments and results of every operation and waits for the device at each, so it takes many times as
-        long as a step. All ranks must call it together. Raises AmpStateError before `initialize` and with
-        enabled=False, inside of a `scale_loss`, while gradients wait for a step, for lazy modules that have no shape
-        yet, and if there was no backward and nothing was found before it; AmpTypeError for anything but a callable.
-        """
-        models = self._initialized.models
-        checked_policy("find_overflow", self.policy, models, step_fn)
-        run = partial(find_overflow, step_fn, models, self.backwards, self.scalers)
-        records = self.overflow_report()
-        if loss_scale is not None or not records:
-            return run(loss_scale)
-        found = run(records[-1].loss_scale)
-        # If the backward overflows, the user wants to know if it still does at the present scale.
-        if found.phase != "backward" or all(s.loss_scale() == found.loss_scale for s in self.scalers):
-            return found
-        present = run(None)
-        return found if present.phase is not None else replace(found, finite_at=present.loss_scale)
 
     def state_dict(
         self, destination: OrderedDict[str, Any] | None = None, *, format: ScalerFormat = "amp"

@@ -13,25 +13,17 @@ MODULES = {
     if p != PACKAGE / "__init__.py"
 }
 
-# Each room, a folder or a file of the package, may import from itself and from the rooms before it.
+# Each room, a folder or a file of the package or of its tools, may import from itself and from the rooms before it.
 ROOMS = [
-    *("errors", "ground", "page", "kernels", "levels", "scaling", "optimizers", "casting", "stepping", "diagnosis"),
-    *(
-        "initialization",
-        "saving",
-        "engine",
-        "grad_scaler",
-        "telemetry",
-        "apex_private",
-        "amp",
-        "integrations",
-        "advice",
-        "__main__",
-    ),
+    *("errors", "ground", "kernels", "levels", "scaling", "optimizers", "casting", "stepping", "initialization"),
+    *("saving", "engine", "grad_scaler"),
+    *("tools", "tools.narrow_formats", "tools.recipes", "tools.policy_file", "tools.software", "tools.apex_check"),
+    *("tools.page", "tools.explanation", "tools.diagnosis", "tools.telemetry", "tools.callbacks"),
+    *("apex_private", "amp", "integrations", "tools.advice", "__main__"),
 ]
-SPEAKS_TO_AMP = "amp_engine.telemetry.callbacks"  # for users to import, as `amp`; nothing of ours does
+SPEAKS_TO_AMP = "amp_engine.tools.callbacks"  # for users to import, as `amp`; nothing of ours does
 
-RUNS_SCRIPTS = {"amp_engine.advice.running"}  # as apex's house does; the only one that stands on that
+RUNS_SCRIPTS = {"amp_engine.tools.advice.running"}  # as apex's house does; the only one that stands on that
 APEX = {name for name in MODULES if name.split(".")[1] == "apex"}  # has apex's own house; it stands on all of the above
 
 
@@ -73,7 +65,12 @@ def imports_of(name, imports=Imports):
 
 
 def room_of(name):
-    return name.split(".")[1]
+    _, room, *inside = name.split(".")
+    return f"tools.{inside[0]}" if room == "tools" and inside else room
+
+
+def is_tool(name):
+    return name.split(".")[1] == "tools"
 
 
 def test_every_module_is_in_a_room():
@@ -102,16 +99,70 @@ NAMED_BY_THEIR_OWN = {"amp_engine.kernels.backend": "amp_engine.kernels.formulas
 
 def test_no_other_module_does_so_for_type_checkers():
     imports = {name: imports_of(name, ImportsForCheckers) - {name, NAMED_BY_THEIR_OWN.get(name)} for name in MODULES}
+    for name, found in imports.items():
+        if not is_tool(name):  # the core tells checkers what its tools return
+            found -= set(filter(is_tool, found))
     graphlib.TopologicalSorter(imports).prepare()
 
 
+class ImportsAtOnce(Imports):
+    """Leaves out what is imported in functions, when they are called."""
+
+    def visit_FunctionDef(self, node):
+        pass
+
+
+COMMANDS = {"amp_engine.__main__", "amp_engine.apex.__main__"}
+LOADS_TOOLS = {
+    *("amp_engine.amp", "amp_engine.engine", "amp_engine.initialization.initialized"),
+    *("amp_engine.initialization.policy_argument", "amp_engine.levels.levels"),
+}
+
+
+def test_the_core_imports_no_tool():
+    core = [name for name in MODULES if not is_tool(name)]
+    assert [name for name in core if any(map(is_tool, imports_of(name, ImportsAtOnce)))] == []
+    assert {name for name in core if any(map(is_tool, imports_of(name)))} == COMMANDS
+    assert {name for name in core if "amp_engine.ground.tools" in imports_of(name)} == LOADS_TOOLS
+
+
+def test_tools_are_loaded_by_the_first_overflow_or_call():
+    code = """if True:
+        import sys, torch, amp_engine
+        from amp_engine import amp
+
+        def tools():
+            return {name for name in sys.modules if name.startswith("amp_engine.tools")}
+
+        def step(factor):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, skip_on_overflow=True)
+        step(1.0)
+        amp.close()
+        assert not tools(), tools()
+        amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, skip_on_overflow=True)
+        step(float("inf"))
+        explain = "amp_engine.tools.diagnosis.overflow_watch"
+        assert explain in tools() and "amp_engine.tools.explanation" not in tools(), tools()
+        amp.explain()
+        assert "amp_engine.tools.explanation" in tools() and "amp_engine.tools.advice" not in tools(), tools()
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=PACKAGE.parent)
+
+
 def test_what_answers_as_apex_does_not_stand_on_the_command_that_advises():
-    assert not [name for name in APEX if any(other.startswith("amp_engine.advice") for other in imports_of(name))]
+    assert not [name for name in APEX if any(other.startswith("amp_engine.tools.advice") for other in imports_of(name))]
 
 
 def test_what_child_processes_load_first_imports_nothing_of_ours():
     # It is loaded from its file in every Python that starts, and must not bring torch with it.
-    children = ("amp_engine.apex.children.sitecustomize", "amp_engine.advice.child.sitecustomize")
+    children = ("amp_engine.apex.children.sitecustomize", "amp_engine.tools.advice.child.sitecustomize")
     for name in ("amp_engine.apex.finder", *children):
         roots = {n.module or "" for n in ast.walk(tree(MODULES[name])) if isinstance(n, ast.ImportFrom)}
         roots |= {a.name for n in ast.walk(tree(MODULES[name])) if isinstance(n, ast.Import) for a in n.names}
@@ -222,7 +273,7 @@ def test_only_amp_holds_an_engine():
 
 
 EXTRAS = {
-    "amp_engine.telemetry.histogram_picture": {"matplotlib"},
+    "amp_engine.tools.telemetry.histogram_picture": {"matplotlib"},
     "amp_engine.integrations.accelerate": {"accelerate"},
     "amp_engine.integrations.lightning": {"lightning"},
     "amp_engine.integrations.timm": {"timm"},
@@ -281,3 +332,7 @@ def test_the_package_exports_its_classes_and_all_of_amp():
     assert amp_engine.__all__ == [*own, *amp.__all__]
     assert all(hasattr(amp_engine, name) for name in own)
     assert all(getattr(amp_engine, name) is getattr(amp, name) for name in ("_amp_state", *amp.__all__))
+    assert set(amp_engine.__all__) < set(dir(amp_engine))
+    names = {}
+    exec("from amp_engine import *", names)
+    assert all(names[name] is getattr(amp_engine, name) for name in amp_engine.__all__)

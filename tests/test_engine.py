@@ -601,28 +601,18 @@ def test_an_unknown_keyword_is_refused_with_the_one_that_is_meant():
         amp.scalars(engine=amp_engine.Engine())
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("averages", "AveragedModel"),
-        ("checkpoint", "save_float32"),
-        ("forward_casts", "new_instance"),
-        ("model", "CastModelInputs"),
-        ("policy", "Policy"),
-        ("policy_file", "RunPolicy"),
-        ("scale_rule", "DynamicLossScale"),
-        ("scaler", "LossScaler"),
-        ("stepping.rows", "follow_masters_in_eager"),
-        ("casting.explain", "Record"),
-        ("telemetry.find_overflow", "OverflowSource"),
-        ("telemetry.post_mortem", "OverflowRecord"),
-        ("telemetry.receipt", "Receipt"),
-        ("telemetry.records", "Loss"),
-    ],
-)
-def test_pickles_of_earlier_versions_find_their_classes(module, name):
-    found = pickle.loads(f"camp_engine.{module}\n{name}\n.".encode())
-    assert (found.__name__, found.__module__.startswith("amp_engine.")) == (name, True)
+def test_a_tool_is_a_function_of_amp_and_a_method_of_an_engine() -> None:
+    engine = amp_engine.Engine()
+    for name in ("audit_updates", "explain", "find_overflow", "receipt", "step_times"):
+        function, method = getattr(amp, name), getattr(engine, name)
+        assert inspect.signature(function) == inspect.signature(method)
+        assert function.__doc__ == method.__doc__ is not None
+        assert (function.__name__, function.__module__) == (name, "amp_engine.amp")
+        assert pickle.loads(pickle.dumps(function)) is function
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'recipt'"):
+        engine.recipt  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'amp_engine.amp' has no attribute 'recipt'"):
+        amp.recipt  # noqa: B018
 
 
 def test_functions_of_amp_call_what_stands_in_for_a_method_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import assert_type
 
 from amp_engine import Engine, amp
-from amp_engine.telemetry.callbacks import TensorBoardScalars
-from amp_engine.telemetry.comparison import LevelComparison
-from amp_engine.telemetry.receipt import Receipt
+from amp_engine.tools.callbacks import TensorBoardScalars
+from amp_engine.tools.telemetry.comparison import LevelComparison
+from amp_engine.tools.telemetry.receipt import Receipt
 
 
 def one(model: nn.Linear, optimizer: SGD) -> None:

@@ -41,10 +41,10 @@ def main(arguments: list[str]) -> int:
                 return _fail(f"{option} needs files or directories: {option} path [path ...]")
             # Imported here, so that running a script does not import them.
             if option == "--check":
-                from amp_engine.apex.check_sources import check
+                from amp_engine.tools.apex_check import check
 
                 return check.main(arguments[1:])
-            from amp_engine.apex.check_sources import fix
+            from amp_engine.tools.apex_check import fix
 
             return fix.main(arguments[1:], undo=option == "--undo")
         if option not in ("--replace", "--no-children", "--local_rank"):

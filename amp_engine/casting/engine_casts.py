@@ -15,7 +15,6 @@ from torch import nn
 from amp_engine.casting import patch_torch
 from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.calls import Call
-from amp_engine.casting.explanation import Explanation
 from amp_engine.casting.function_casts import FunctionCasts, Observer
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
@@ -282,18 +281,18 @@ class EngineCasts:
         return nullcontext() if self.casts is None else self.casts.disabled()
 
     @contextmanager
-    def observed(self, explanation: Explanation) -> Iterator[None]:
-        """Pass each call to `explanation`, also under casts that are installed meanwhile, and while there are none."""
-        told = _weakly(explanation.tell)
+    def observed(self, tell: Observer) -> Iterator[None]:
+        """Pass each call to the method `tell`, also under casts installed meanwhile, and while there are none."""
+        told = _weakly(tell)
         try:
-            self._observers.append(explanation.tell)
+            self._observers.append(tell)
             _WATCHING.append(told)
             with patch_torch.changing():
                 patch_torch.tell_native()
                 patch_torch.watch(FunctionCasts(torch.float16, observers=_WATCHING, only_observe=True))
             yield
         finally:
-            for observers, observer in ((_WATCHING, told), (self._observers, explanation.tell)):
+            for observers, observer in ((_WATCHING, told), (self._observers, tell)):
                 with suppress(ValueError):
                     observers.remove(observer)
             patch_torch.tell_native()
@@ -311,7 +310,7 @@ os.register_at_fork(after_in_child=_stop_watching)
 
 
 def _weakly(tell: Observer) -> Observer:
-    """Return an observer that keeps neither the explanation, which may be dropped before its exit, nor its engine."""
+    """Return an observer that does not keep the explanation, which may be dropped before its exit, nor its engine."""
     ref = weakref.WeakMethod(tell)
 
     def told(call: Call) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from amp_engine.ground.distributed import (
 from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks, is_low_precision
 from amp_engine.levels.fsdp import check_shards
 from amp_engine.levels.policy import Policy
-from amp_engine.levels.policy_file import RunPolicy
 from amp_engine.levels.scale_rule import DynamicLossScale
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.base import FusedOptimizer
@@ -43,6 +42,9 @@ from amp_engine.optimizers.wrapped import (
     takes_hooks,
 )
 from amp_engine.stepping.master_parameter import copied_masters, is_copied_master
+
+if TYPE_CHECKING:
+    from amp_engine.tools.policy_file import RunPolicy
 
 # `initialize` returns the objects that it takes.
 Models = TypeVar("Models", bound=nn.Module | list[Any])

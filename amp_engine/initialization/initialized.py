@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import EngineCasts
 from amp_engine.casting.inputs import Inputs
-from amp_engine.diagnosis.overflow_watch import OverflowWatch
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.tools import tool
 from amp_engine.initialization import apex_face, collectives
 from amp_engine.initialization.arguments import check_has_groups, check_optimizers, refuse_around_split
 from amp_engine.initialization.cast_model import CastModel, remember
@@ -35,11 +35,15 @@ from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.events import Events
 from amp_engine.stepping.exact import exact_value
 from amp_engine.stepping.hook import StepHook, remove_hooks, remove_unused
+from amp_engine.stepping.overflow_messages import OverflowMessages
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.rows import MasterRows, Rows
 from amp_engine.stepping.scale_loss import ScaledBackwards
 from amp_engine.stepping.split_rows import SplitRows
 from amp_engine.stepping.stepper import Stepper
+
+if TYPE_CHECKING:
+    from amp_engine.tools.diagnosis.overflow_watch import OverflowWatch
 
 
 @contextmanager
@@ -61,19 +65,22 @@ class Initialized:
         scaling: the scalers.
         casts: the function casts, which a step must not run under.
         reporter: prints messages about skipped steps.
+        tools: the place of what tools keep.
     """
 
-    def __init__(self, scaling: Scaling, casts: EngineCasts, reporter: Reporter) -> None:
+    def __init__(self, scaling: Scaling, casts: EngineCasts, reporter: Reporter, tools: dict[str, Any]) -> None:
         self._cast_models: list[CastModel] = []
         # Optimizers of cast parameters or masters: `release` gives their state the parameters' restored type.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaling = scaling
+        self._reporter = reporter
+        self._tools = tools
         self.backwards = ScaledBackwards(scaling, casts, lambda: self.models)
-        self.overflows = OverflowWatch(reporter, lambda: self.models, self.stepped_params, scaling)
+        self._messages = OverflowMessages(reporter, scaling, lambda: self.overflows)
         events = self.backwards.events
-        events.skipped.subscribe(self.overflows.skipped)
-        events.reported.subscribe(self.overflows.stepped_on)
-        events.unchecked.subscribe(self.overflows.unchecked_loss)
+        events.skipped.subscribe(self._messages.skipped)
+        events.reported.subscribe(self._messages.stepped_on)
+        events.unchecked.subscribe(self._messages.unchecked)
         events.masters_written.subscribe(self._follow_masters)
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
@@ -84,6 +91,16 @@ class Initialized:
     def models(self) -> list[nn.Module]:
         """Every initialized model, in the order of initialization."""
         return [m.model for m in self._cast_models if m.model is not None]
+
+    @property
+    def overflows(self) -> OverflowWatch:
+        """The explanations of overflows, which are loaded here."""
+        if "overflows" not in self._tools:
+            watch = tool("diagnosis.overflow_watch").OverflowWatch
+            made = watch(self._reporter, lambda: self.models, self.stepped_params, self._scaling)
+            self._tools.setdefault("overflows", made)
+        found: OverflowWatch = self._tools["overflows"]
+        return found
 
     def has_module(self, module: nn.Module) -> bool:
         """True if `module` is a model, or inside of one."""
@@ -217,7 +234,7 @@ class Initialized:
 
         events = Events()
         events.skipped.subscribe(on_skips)
-        events.reported.subscribe(self.overflows.stepped_on)
+        events.reported.subscribe(self._messages.stepped_on)
         return self.look_after(optimizer, Rows(optimizer), events)
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 
 from amp_engine.errors import AmpStateError
-from amp_engine.levels import recipes
+from amp_engine.ground.tools import tool
 from amp_engine.levels.policy import Policy
 
 DISABLED = Policy()  # initialize(..., enabled=False)
@@ -72,7 +72,7 @@ def level(opt_level: object) -> Policy:
     """Return the policy named `opt_level`. Raises AmpStateError for others, in apex's words except for recipes."""
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return LEVELS[opt_level]
-    recipe = recipes.meant(opt_level)
+    recipe = tool("recipes").meant(opt_level)
     if recipe is not None:
         raise AmpStateError(
             f"{opt_level} is no training level.  amp.compare_levels(model, lambda model: loss_fn(model(x), y), "
@@ -85,11 +85,6 @@ def level(opt_level: object) -> Policy:
         "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero.  'O4' and 'O5' are O1 and O2 in "
         f'bfloat16.  Use opt_level="{_meant(opt_level)}".'
     )
-
-
-def beneath(opt_level: str) -> str:
-    """Return the level at which the rest of a model runs: O0 for a recipe, else `opt_level` itself."""
-    return "O0" if opt_level in recipes.RECIPES else opt_level
 
 
 def _meant(opt_level: object) -> str:

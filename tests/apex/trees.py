@@ -19,7 +19,7 @@ TREE = {
                 return importlib.import_module(f"{__name__}.{name}")
             raise AttributeError(name)
     """,
-    "amp_engine/apex/check_sources/check.py": """
+    "amp_engine/tools/apex_check/check.py": """
         def main(paths):
             print("checked", paths)
             return 5

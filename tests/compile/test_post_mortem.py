@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.telemetry.test_post_mortem import LEVELS, Run
+from tests.tools.diagnosis.test_post_mortem import LEVELS, Run
 
 # Dynamo makes an instance of a Function of Python's, of which torch warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")

@@ -1,4 +1,0 @@
-"""Recommends a level: runs a script for a few steps at each level, and compares the figures."""
-
-from amp_engine.advice.advice import Advice as Advice
-from amp_engine.advice.running import advise as advise

@@ -1,4 +1,0 @@
-"""`amp.receipt()`: one page about a run. Each section has its own file, which collects and writes it."""
-
-from amp_engine.telemetry.receipt.document import Receipt as Receipt
-from amp_engine.telemetry.receipt.document import receipt as receipt

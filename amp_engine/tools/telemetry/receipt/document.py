@@ -1,0 +1,187 @@
+"""The receipt as a record with all of its sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from amp_engine.engine import Engine
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.tools.explanation import Explanation
+from amp_engine.tools.page.page import Page, Paged, Section, Sentence, Table, write_by_suffix
+from amp_engine.tools.software import describe
+from amp_engine.tools.telemetry import histogram_picture, plots, step_times, update_page
+from amp_engine.tools.telemetry.histogram_picture import GradientHistogram
+from amp_engine.tools.telemetry.receipt import asked, functions, losses, memory, models, optimizers, shapes
+from amp_engine.tools.telemetry.records import Asked, Fact, Functions, Loss, Memory, Model, Shapes, Stepped, Times
+from amp_engine.tools.telemetry.step_times import StepTimes
+from amp_engine.tools.telemetry.update_audit import UpdateAudit
+from amp_engine.tools.telemetry.update_report import UpdateReport
+
+FORMAT = 1
+"""The format number of the JSON; changes when a field changes its meaning."""
+
+_NO_TIMES = (
+    "Not measured.  Type:  with amp.step_times() as times: ...  around some iterations, then amp.receipt(times=times)."
+)
+_NO_GRADIENTS = (
+    "Not measured.  Type:  gradients = amp.gradient_histogram(lambda: loss_fn(model(x), y)),  then "
+    "amp.receipt(gradients=gradients)."
+)
+_NO_UPDATES = (
+    "Not audited.  Type:  with amp.audit_updates(optimizer) as audit: ...  around some iterations, then "
+    "amp.receipt(updates=audit)."
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Receipt(Paged):
+    """A run: its arguments, their effects, and its memory, scales and skips. `telemetry.records` has the sections.
+
+    `str(receipt)` is a page of text, `receipt.save("run.html")` a page of HTML in one file; a notebook shows the same.
+    """
+
+    asked: Asked
+    models: tuple[Model, ...]
+    functions: Functions
+    optimizers: tuple[Stepped, ...]
+    losses: tuple[Loss, ...]
+    memory: tuple[Memory, ...]
+    shapes: Shapes
+    times: Times | None
+    gradients: GradientHistogram | None
+    software: tuple[Fact, ...]
+    updates: UpdateReport | None = None  # older receipts lack it
+
+    @property
+    def title(self) -> str:
+        """The classes of the models, and the level."""
+        names = ", ".join(dict.fromkeys(model.class_name for model in self.models))
+        at = self.asked.level or "enabled=False"
+        return f"amp receipt: {names} at {at}" if names else f"amp receipt: {at}"
+
+    def to_json(self) -> str:
+        """The sections by name, as JSON of plain types, which `from_json` reads."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Receipt:
+        """The receipt that `to_json` wrote. Raises AmpValueError for any other text."""
+        try:
+            fields = json.loads(text)
+            if fields.pop("format") != FORMAT:
+                raise ValueError("of another format")
+            return typing.cast("Receipt", _built(cls, fields))
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise AmpValueError(f"This is no receipt that Receipt.to_json of this version wrote ({e}).") from e
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file: text, JSON or HTML, by its suffix .txt, .json or .html.
+
+        Raises AmpValueError for another suffix, OSError as `open` does.
+        """
+        writers = {".txt": lambda: f"{self}\n", ".json": self.to_json, ".html": lambda: self._page().html_file()}
+        write_by_suffix(path, writers, "a receipt")
+
+    def _page(self) -> Page:
+        gradients = histogram_picture.blocks(self.gradients) if self.gradients else [Sentence(_NO_GRADIENTS, "soft")]
+        times = step_times.blocks(self.times) if self.times else [Sentence(_NO_TIMES, "soft")]
+        updates = update_page.blocks(self.updates) if self.updates else [Sentence(_NO_UPDATES, "soft")]
+        sections = (
+            asked.section(self.asked),
+            models.section(self.models),
+            functions.section(self.functions),
+            optimizers.section(self.optimizers),
+            losses.section(self.losses),
+            memory.section(self.memory),
+            shapes.section(self.shapes),
+            Section("Gradients", gradients),
+            Section("Updates", updates),
+            Section("Time", times),
+            Section("Software", [Table([(fact.name, fact.value) for fact in self.software])]),
+        )
+        return Page(self.title, sections, plots.STYLE + histogram_picture.STYLE)
+
+
+def receipt(
+    engine: Engine,
+    explanation: Explanation | None = None,
+    times: StepTimes | None = None,
+    gradients: GradientHistogram | None = None,
+    updates: UpdateAudit | None = None,
+) -> Receipt:
+    """Describe a run as it is now: arguments, casts and kept modules, with reasons; memory; loss scales.
+
+        with amp.explain() as explanation:
+            ...  # one iteration
+        print(amp.receipt(explanation))
+        amp.receipt(explanation).save("run.html")  # or .txt, .json
+
+    Args:
+        explanation: of some iterations, for the table of functions and types. It is not collected otherwise.
+        times: the StepTimes of some iterations, from `with amp.step_times() as times:`, for the shares of time.
+        gradients: the result of `amp.gradient_histogram(step_fn)`, for the picture of gradients that underflow.
+        updates: the audit of some steps, from `with amp.audit_updates(optimizer) as audit:`, for the part of them that
+            rounding erased.
+
+    Returns:
+        A frozen record; `str()`, a notebook, `save(path)` and `to_json()` render it.
+
+    Waits for the device, and for other ranks if they agree on an overflow. Changes nothing, but reports skips that the
+    host did not know of before. Losses are counted from the last `initialize` on, steps from the `initialize` of their
+    optimizer on.
+
+    Raises AmpStateError before `initialize`, after `close`, and inside of a CUDA graph's capture; AmpTypeError.
+    """
+    policy = engine.policy
+    if policy is None:
+        raise AmpStateError(
+            "There is no run to give a receipt for: amp.initialize() was not called, or amp.close() was.  Call model, "
+            "optimizer = amp.initialize(model, optimizer, opt_level=...) first, and amp.receipt() before amp.close()."
+        )
+    for name, given, kind, source in (
+        ("explanation", explanation, Explanation, "`with amp.explain() as explanation:`"),
+        ("times", times, StepTimes, "`with amp.step_times() as times:`"),
+        ("gradients", gradients, GradientHistogram, "amp.gradient_histogram(step_fn)"),
+        ("updates", updates, UpdateAudit, "`with amp.audit_updates(optimizer) as audit:`"),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise AmpTypeError(f"{name} is what {source} gives, not a {type(given).__name__}.")
+    software = tuple(Fact(name, value) for name, value in describe())
+    if not policy.enabled:
+        return Receipt(asked.NOT_ENABLED, (), functions.NONE, (), (), (), shapes.NONE, None, None, software)
+    for one in engine.backwards.all:
+        one.pending.hear(wait=True)
+    engine._scaling.history.hear(wait=True)
+    return Receipt(
+        asked=asked.described(engine, policy),
+        models=models.described(engine, policy),
+        functions=functions.described(engine, explanation),
+        optimizers=optimizers.described(engine),
+        losses=losses.described(engine),
+        memory=memory.described(engine),
+        shapes=shapes.described(engine),
+        times=None if times is None else times.measured(),
+        gradients=gradients,
+        software=software,
+        updates=None if updates is None else updates.measured(),
+    )
+
+
+def _built(kind: Any, value: Any) -> Any:
+    """Convert a value of JSON to the type of an annotation: a record, a tuple, an optional type, or a plain value."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _built(hints[name], inner) for name, inner in value.items()})  # type: ignore[operator]
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        inner = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        return tuple(_built(one, item) for one, item in zip(inner, value, strict=True))
+    if types.NoneType in arguments:
+        return None if value is None else _built(arguments[0], value)
+    return value

@@ -1,0 +1,98 @@
+"""The section about patched functions: their lists, and the types that calls ran in."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from amp_engine.casting import FunctionCasts
+from amp_engine.casting.lists import NAMESPACES
+from amp_engine.engine import Engine
+from amp_engine.ground.dtypes import dtype_name
+from amp_engine.tools.explanation import Explanation
+from amp_engine.tools.page.page import Block, Section, Sentence, Table, Verbatim
+from amp_engine.tools.telemetry.records import Functions, Op
+from amp_engine.tools.telemetry.wording import number
+
+NONE = Functions(None, (), (), None, "")
+
+_HOW_TO_EXPLAIN = (
+    "What ran in which type was not collected.  Type:\n\n    with amp.explain() as explanation:\n"
+    "        ...  # one iteration\n    print(amp.receipt(explanation))"
+)
+
+
+def described(engine: Engine, explanation: Explanation | None) -> Functions:
+    """The patched functions, and the calls that an explanation counted. Changes nothing. No host sync."""
+    casts = engine.function_casts.casts
+    why_not = engine.function_casts.why_nothing_is_cast(engine.policy)
+    ops, note = None, why_not or ""
+    if explanation is not None:
+        ops = tuple(Op(**{**vars(r), "dtype": dtype_name(r.dtype) if r.dtype else None}) for r in explanation.records)
+        note = str(explanation) if not ops else engine.function_casts.why_ended(engine.policy) or ""
+    elif why_not is None:
+        note = _HOW_TO_EXPLAIN
+    if casts is None:
+        return Functions(None, (), (), ops, note)
+    return Functions(dtype_name(casts.dtype), _lists(casts), tuple(_changes(casts)), ops, note)
+
+
+def section(functions: Functions) -> Section:
+    """The lists, the user's changes to them, and the calls."""
+    return Section("Functions", list(_blocks(functions)))
+
+
+def _blocks(functions: Functions) -> Iterator[Block]:
+    if functions.dtype is not None:
+        lists = ", ".join(f"{count} {name}" for name, count in functions.lists)
+        yield Sentence(f"cast to {functions.dtype} and float32; listed: {lists}")
+    yield from map(Sentence, functions.changes)
+    if functions.note:
+        yield Verbatim(functions.note) if "\n" in functions.note else Sentence(functions.note, "soft")
+    if functions.ops:
+        yield _table(functions.ops)
+
+
+def _table(ops: Sequence[Op]) -> Table:
+    """Rows are functions, the most bytes first; columns are calls in each type, and sums of casts and bytes."""
+    dtypes = sorted({op.dtype or "-" for op in ops}, key=lambda name: (name == "-", name))
+    by_function: dict[tuple[str, str], list[Op]] = {}
+    for op in ops:
+        by_function.setdefault((op.function, op.listed), []).append(op)
+
+    def cells(found: Sequence[Op]) -> list[str]:
+        calls = [sum(op.calls for op in found if (op.dtype or "-") == dtype) for dtype in dtypes]
+        sums = [sum(getattr(op, name) for op in found) for name in ("casts", "cached", "bytes_moved")]
+        return [number(count) if count else "" for count in calls] + [number(one) for one in sums]
+
+    ordered = sorted(by_function.items(), key=lambda item: -sum(op.bytes_moved for op in item[1]))
+    rows = [[function, listed, *cells(found)] for (function, listed), found in ordered]
+    head = ["function", "list", *dtypes, "casts", "cached", "bytes moved"]
+    return Table([*rows, ["total", "", *cells(ops)]], head, range(2, len(head)), has_total=True)
+
+
+def _lists(casts: FunctionCasts) -> tuple[tuple[str, int], ...]:
+    """Count the functions of this torch version on each list, with the user's additions and removals."""
+    taken = {(id(r.module), r.name): r.kind for r in casts.registrations[::-1]}
+    removed = {(id(owner), name) for owner, name in casts.removals}
+    counts = Counter(taken.values())
+    for path, lists in NAMESPACES:
+        namespace = pkgutil.resolve_name(path)
+        for kind, names in vars(lists).items():
+            found = [name for name in names if hasattr(namespace, name)]
+            left = [name for name in found if (id(namespace), name) not in removed | taken.keys()]
+            counts["promote" if kind == "sequence" else kind] += len(left)
+    return tuple((name, count) for name, count in counts.items() if count)
+
+
+def _changes(casts: FunctionCasts) -> Iterator[str]:
+    for r in casts.registrations:
+        yield f"registered as {r.kind}: {_owner(r.module)}.{r.name}"
+    for owner, name in casts.removals:
+        yield f"taken off its list: {_owner(owner)}.{name}"
+
+
+def _owner(owner: Any) -> str:
+    return str(getattr(owner, "__name__", type(owner).__name__))

@@ -1,0 +1,136 @@
+"""The section about memory by class of tensors. It counts tensors, without torch's allocator statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine.casting.cache import WeightCache
+from amp_engine.engine import Engine
+from amp_engine.ground.distributed import local_of
+from amp_engine.optimizers.fused_step import fused_step_so_far
+from amp_engine.stepping.master_parameter import MasterParameter
+from amp_engine.stepping.split_rows import SplitRows
+from amp_engine.stepping.stepper import Stepper
+from amp_engine.tools.diagnosis.recorder import tensors_in
+from amp_engine.tools.page.page import Figure, Section, Table
+from amp_engine.tools.telemetry import plots
+from amp_engine.tools.telemetry.receipt.models import measured
+from amp_engine.tools.telemetry.records import Memory
+from amp_engine.tools.telemetry.wording import number, size
+
+PARAMETERS, BUFFERS, MASTERS, REMAINDERS = "parameters", "buffers", "FP32 masters", "remainders of split masters"
+GRADIENTS, STATE, COPIES = "gradients", "optimizer state", "weight copies"
+AT_MOST = "weight copies, at most"
+KINDS = (PARAMETERS, BUFFERS, MASTERS, REMAINDERS, STATE, COPIES, AT_MOST, GRADIENTS)
+
+
+def described(engine: Engine) -> tuple[Memory, ...]:
+    """Count the bytes of each class on each device, as they are now. Changes nothing.
+
+    Memory that two tensors share, such as the gradient of a master and its parameter, counts once, in the class that
+    comes first. Activations, averages, tables of kernels and the reserve of torch's allocators are not counted. No
+    host sync, except for sparse gradients.
+    """
+    models, stepped, casts = engine._initialized.models, engine.backwards.all, engine.function_casts.casts
+    params = [p for model in models for p in measured(model.parameters())]
+    params += [p for one in stepped for p in one.rows.columns.params]
+    count = _Count()
+    count.add(PARAMETERS, params)
+    count.add(BUFFERS, (b for model in models for b in measured(model.buffers())))
+    for one in stepped:
+        count.add(MASTERS, (master.weight for master in one.rows.masters))
+        if isinstance(one.rows, SplitRows):
+            count.add(REMAINDERS, one.rows.remainders)
+    for one in stepped:
+        count.add(STATE, tensors_in(list(one.optimizer.state.values())))
+    if casts is not None:
+        _add_copies(count, params, stepped, casts.cache)
+    # Reading a MasterParameter's gradient would make it FP32, so these are skipped. A held gradient does not count
+    # while its parameter still has a gradient, because they share memory.
+    count.add(GRADIENTS, (p.grad for p in params if not isinstance(p, MasterParameter)))
+    for one in stepped:
+        count.add(GRADIENTS, (master.gradient() for master in one.rows.masters))
+        held, columns = one.rows.ledger.slots, one.rows.columns
+        rows = (i for i, p in enumerate(columns.copies) if held.holds(i) and p is not None and p.grad is None)
+        count.add(GRADIENTS, (held.held[i] for i in rows if held.held is not None))
+    return count.records()
+
+
+def section(memory: Sequence[Memory]) -> Section:
+    """A bar, a row for each class on each device, and the sum."""
+    if not memory:
+        return Section("Memory", [])
+    rows = [(one.kind, one.device, number(one.tensors), size(one.bytes)) for one in memory]
+    rows.append(("together", "", "", size(sum(one.bytes for one in memory))))
+    table = Table(rows, ("class", "device", "tensors", "memory"), numbers=(2, 3), has_total=True)
+    return Section("Memory", [Figure(plots.memory_bar(memory, KINDS)), table])
+
+
+def _add_copies(count: _Count, params: Sequence[Tensor], stepped: Sequence[Stepper], cache: WeightCache) -> None:
+    """Count the half copies of FP32 weights.
+
+    Python's cache lists its copies. The compiled cache has only their number: the copies that the kernels' steps write
+    are known, and each other copy counts with the size of one of the largest weights.
+    """
+    kept = cache.kept()
+    if kept is not None:
+        count.add(COPIES, kept)
+        return
+    fused = [fused_step_so_far(one.optimizer) for one in stepped]
+    known = [copy for one in fused if one is not None for copy in one.copies if copy is not None]
+    count.add(COPIES, known)
+    others = len(cache) - len(known)
+    weights = {id(p): p for p in params if p.dtype is torch.float32}.values()
+    for weight in sorted(weights, key=lambda p: -p.numel())[: max(others, 0)]:
+        count.add_bytes(AT_MOST, weight.device, 2 * weight.numel())
+
+
+class _Count:
+    """Sums by class and device; counts the same memory only once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], list[int]] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._storages: list[Any] = []  # kept alive, so that no address is reused
+
+    def add(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Count tensors of a class."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            local = local_of(tensor.detach())
+            if local.layout is not torch.strided:  # sparse: its indices and values
+                self.add(kind, _parts(local))
+                continue
+            storage = local.untyped_storage()
+            # Not data_ptr(), which counts as a write and copies copy-on-write memory.
+            place = storage._cdata, int(local.storage_offset())
+            if place not in self._seen:
+                self._seen.add(place)
+                self._storages.append(storage)
+                self.add_bytes(kind, local.device, min(local.numel() * local.element_size(), storage.nbytes()))
+
+    def add_bytes(self, kind: str, device: torch.device, count: int) -> None:
+        """Count one more tensor."""
+        sums = self._sums.setdefault((kind, str(device)), [0, 0])
+        sums[0] += 1
+        sums[1] += count
+
+    def records(self) -> tuple[Memory, ...]:
+        """The sums, in the order of the classes."""
+        order = sorted(self._sums, key=lambda key: (KINDS.index(key[0]), key[1]))
+        return tuple(Memory(*key, *self._sums[key]) for key in order)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        yield from (tensor.indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())

@@ -1,0 +1,109 @@
+"""The section about optimizers: the code that steps each, the reason, and skipped steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from amp_engine import kernels
+from amp_engine.engine import Engine
+from amp_engine.ground.dtypes import dtype_name
+from amp_engine.optimizers.fused_step import fused_step_so_far
+from amp_engine.optimizers.rules import TORCH_RULES, rule_of
+from amp_engine.stepping.split_rows import SplitRows
+from amp_engine.stepping.stepper import Stepper
+from amp_engine.tools.page.page import Block, Section, Sentence
+from amp_engine.tools.telemetry.records import Stepped
+from amp_engine.tools.telemetry.wording import number, plural
+
+COMPILED, REFERENCE, OWN = "compiled kernels", "plain PyTorch kernels", "its own class"
+
+
+def described(engine: Engine) -> tuple[Stepped, ...]:
+    """Describe the code that steps each optimizer. Changes nothing. No host sync."""
+    has_part = engine._scaling.is_active or engine.function_casts.casts is not None
+    return tuple(_described(one, has_part) for one in engine.backwards.all)
+
+
+def _described(stepped: Stepper, has_part: bool) -> Stepped:
+    by, why = _answer(stepped, has_part)
+    pending, rows = stepped.pending, stepped.rows
+    return Stepped(
+        class_name=type(stepped.optimizer).__name__,
+        weights=len(rows.columns.weights),
+        by=by,
+        why=why,
+        masters=_masters(stepped),
+        steps=pending.steps,
+        skips=pending.skips,
+        skips_in_a_row=pending.skips_in_a_row,
+    )
+
+
+def section(optimizers: Sequence[Stepped]) -> Section:
+    """Each optimizer in words; one that skipped its last steps stands out."""
+    blocks = [block for one in optimizers for block in _blocks(one)]
+    return Section(
+        "Optimizers",
+        blocks or [Sentence("There is no optimizer: none was passed to amp.initialize, or it is gone.", "soft")],
+    )
+
+
+def _blocks(one: Stepped) -> Iterator[Block]:
+    skipped = f"{number(one.skips)} of {plural(one.steps, 'step')} skipped"
+    in_a_row = f", the last {one.skips_in_a_row} in a row" if one.skips_in_a_row > 1 else ""
+    line = f"{one.class_name}: {plural(one.weights, 'tensor')}, stepped by {one.by}; {skipped}{in_a_row}"
+    yield Sentence(line, "bad" if in_a_row else "title")
+    yield Sentence(one.why, "soft", indent=1)
+    if one.masters:
+        yield Sentence(one.masters, "soft", indent=1)
+
+
+def _answer(stepped: Stepper, has_part: bool) -> tuple[str, str]:
+    optimizer, rows, columns = stepped.optimizer, stepped.rows, stepped.rows.columns
+    name, rule = type(optimizer).__name__, rule_of(optimizer)
+    device = columns.weights[0].device if columns.weights else torch.device("cpu")
+    has_native = kernels.has_native(device)
+    by = COMPILED if has_native else REFERENCE
+    if rule is None:
+        return OWN, (
+            f"The kernels do not know {name}: they step exactly Adam, AdamW and SGD of torch.optim, no subclasses, and "
+            "amp_engine.optimizers."
+        )
+    is_ours = type(optimizer) not in TORCH_RULES
+    if not (has_part or rows.makes_masters or stepped.needs_kernels):
+        if is_ours:
+            return by, "The class is one of amp_engine.optimizers, which is stepped by them with or without amp."
+        return OWN, "Nothing is scaled and there are no masters, so amp leaves the step alone."
+    if not (is_ours or stepped.needs_kernels or has_native):
+        return OWN, f"There are no compiled kernels for {device.type}; see Software for why."
+    if not all(rule.supports(group) for group in optimizer.param_groups):
+        return (
+            OWN,
+            "A group asks for amsgrad, differentiable, or betas that are tensors, which the kernels do not compute.",
+        )
+    if columns.has_shards and rule.reads_sums:
+        return OWN, "It needs the norms of whole tensors, of which this rank has shards."
+    if not is_ours and any(w.dtype is not torch.float32 for w in columns.weights) and not rows.splits:
+        return OWN, "It steps weights in half, without masters; of torch.optim's classes the kernels step FP32."
+    fused = fused_step_so_far(optimizer)
+    if (fused is None or not fused.has_stepped) and stepped.pending.steps > stepped.pending.skips:
+        return OWN, (
+            "Gradients, state or weights were not as the kernels take them (dense, of one shape and device, FP32 or "
+            "half), or step() was called with arguments."
+        )
+    return by, "One pass unscales gradients, steps, and writes what the model computes with."
+
+
+def _masters(stepped: Stepper) -> str:
+    rows = stepped.rows
+    parts = []
+    if rows.masters:
+        parts.append(plural(len(rows.masters), "FP32 master"))
+    if isinstance(rows, SplitRows):
+        parts.append(plural(len(rows.remainders), "split master"))
+    fused = fused_step_so_far(stepped.optimizer)
+    if fused is not None and fused.moment_dtype is not torch.float32:
+        parts.append(f"moments in {dtype_name(fused.moment_dtype)}")
+    return ", ".join(parts)

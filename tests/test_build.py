@@ -404,7 +404,7 @@ def test_the_workflow_runs_each_part_of_ci():
 def test_ci_refuses_a_part_that_it_does_not_know():
     done = subprocess.run(["bash", ROOT / ".ci/run", "tests"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "no part is called tests; there are lint, test, clients, sanitize, plain, cuda" in done.stderr
+    assert "no part is called tests; there are lint, test, tools, clients, sanitize, plain, cuda" in done.stderr
 
 
 def test_a_package_index_is_given_no_link_that_leads_nowhere(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.compile.conftest import compiler as compiler
 from tests.tools.diagnosis.test_post_mortem import LEVELS, Run
 
 # Dynamo makes an instance of a Function of Python's, of which torch warns.

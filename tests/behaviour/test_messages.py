@@ -270,7 +270,7 @@ def test_records_of_overflows_have_plain_numbers_and_can_be_sent(kept: Kept) -> 
     assert (skipped["amp_loss_id"], skipped["amp_loss_scale"]) == (0, 32768.0)
     assert (post_mortem["amp_loss_id"], post_mortem["amp_loss_scale"]) == (0, 65536.0)
     assert post_mortem["amp_cause"] == "backward"
-    assert skipped["filename"] == "overflow_watch.py"
+    assert skipped["filename"] == "overflow_messages.py"
 
 
 def test_verbosity_0_says_nothing(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""What explains, compares and audits a run; loaded when it is called, and imported by nothing else."""
+"""What explains, compares and audits a run; loaded when it is called, as the rest of the package imports none of it."""

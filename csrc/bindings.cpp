@@ -392,6 +392,18 @@ PYBIND11_MODULE(_C, m) {
       "where", [](py::bytes const& mask, TensorsOrList const& tensors) { return TensorList{where(mask, in(tensors))}; },
       "tensors[i] if mask[i] else None.");
   m.def(
+      "unscaled_outputs",
+      [](py::bytes const& plain, TensorsOrList const& gradients) {
+        return TensorList{unscaled_outputs(plain, in(gradients))};
+      },
+      "New float32 memory for each half gradient whose byte in plain is 0, else the gradient itself.");
+  m.def(
+      "replace_gradients",
+      [](ParamsOrList const& params, TensorsOrList const& before, TensorsOrList const& after) {
+        replace_gradients(in(params), in(before), in(after));
+      },
+      "params[i].grad = after[i], where that is another tensor than before[i].");
+  m.def(
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
       "True if one of the tensors has a gradient.");
   m.def(
@@ -442,13 +454,14 @@ PYBIND11_MODULE(_C, m) {
   py::class_<StepTable>(m, "StepTable")
       .def(py::init([](std::string const& formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
                        OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
-                       OptionalTensor norms, std::optional<bool> stream_copies) {
+                       OptionalTensor norms, bool adopts, std::optional<bool> stream_copies) {
              return std::make_unique<StepTable>(formula_of(formula), std::move(weights), std::move(copies), std::move(state1),
                                                 std::move(state2), groups, std::move(steps), std::move(norms),
-                                                stream_copies);
+                                                adopts, stream_copies);
            }),
            py::arg("formula"), py::arg("weights"), py::arg("copies"), py::arg("state1"), py::arg("state2"),
-           py::arg("groups"), py::arg("steps"), py::arg("norms") = py::none(), py::arg("stream_copies") = py::none())
+           py::arg("groups"), py::arg("steps"), py::arg("norms") = py::none(), py::arg("adopts") = false,
+           py::arg("stream_copies") = py::none())
       .def("is_current", &StepTable::is_current)
       .def("__len__", &StepTable::size)
       .def(

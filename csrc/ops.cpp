@@ -254,7 +254,7 @@ bool reads_state1(Group const& group) {
 
 StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
                      OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
-                     std::optional<at::Tensor> norms, std::optional<bool> stream_copies)
+                     std::optional<at::Tensor> norms, bool adopts, std::optional<bool> stream_copies)
     : formula_(formula),
       weights_(std::move(weights)),
       copies_(std::move(copies)),
@@ -326,8 +326,9 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
               chunking_->first_chunk[t],
               uint32_t(chunks_of(numels[t])),
               state1.type,
-              streamed};
-    narrow_ |= row.copy_type == Type::remainder || row.state_type != Type::float32;
+              streamed,
+              adopts && weight.type == Type::float32 && copy.data && copy.type != Type::float32};
+    narrow_ |= row.copy_type == Type::remainder || row.state_type != Type::float32 || (formula == Formula::lamb && row.adopts);
   }
   if (device.is_cpu()) {
     coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes);

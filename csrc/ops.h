@@ -108,9 +108,10 @@ class StepTable {
   //   state1, state2  float32, for Adam also bfloat16: exp_avg | momentum_buffer | sum, and exp_avg_sq
   //   groups          for each tensor, the index of its group of hyperparameters
   //   steps, norms    float32 [n]: numbers of steps taken; norms of NovoGrad
+  //   adopts          true: elements of a copy that are not the float32 weight rounded replace those of the weight
   //   stream_copies   true: a CPU writes copies past its caches. Default: true if the step does not fit into them
   StepTable(Formula formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1, OptionalTensors state2,
-            std::vector<uint32_t> const& groups, at::Tensor steps, std::optional<at::Tensor> norms,
+            std::vector<uint32_t> const& groups, at::Tensor steps, std::optional<at::Tensor> norms, bool adopts = false,
             std::optional<bool> stream_copies = std::nullopt);
   ~StepTable();
 

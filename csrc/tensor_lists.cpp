@@ -1,5 +1,8 @@
 #include "tensor_lists.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty_like.h>
+
 #include <algorithm>
 
 #include "checks.h"
@@ -134,6 +137,31 @@ OptionalTensors where(std::string const& mask, OptionalTensors const& tensors) {
     }
   }
   return result;
+}
+
+OptionalTensors unscaled_outputs(std::string const& plain, OptionalTensors const& gradients) {
+  TORCH_CHECK_VALUE(gradients.size() == plain.size(), "unscaled_outputs: plain has ", plain.size(),
+                    " entries, but gradients has ", gradients.size(), ".");
+  OptionalTensors result(gradients);
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (plain[i] == 0 && result[i] && (result[i]->scalar_type() == at::kHalf || result[i]->scalar_type() == at::kBFloat16)) {
+      at::Tensor const& half = *result[i];
+      // The way through torch's dispatcher takes four times as long.
+      result[i] = half.is_cpu() ? at::Tensor(at::detail::empty_strided_cpu(half.sizes(), half.strides(), at::kFloat))
+                                : at::empty_like(half, half.options().dtype(at::kFloat));
+    }
+  }
+  return result;
+}
+
+void replace_gradients(Tensors const& params, OptionalTensors const& before, OptionalTensors const& after) {
+  TORCH_CHECK_VALUE(before.size() == params.size() && after.size() == params.size(), "replace_gradients: there are ",
+                    params.size(), " parameters, but ", before.size(), " and ", after.size(), " gradients.");
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (after[i] && !(before[i] && before[i]->is_same(*after[i]))) {
+      params[i]->mutable_grad() = *after[i];
+    }
+  }
 }
 
 bool any_gradient(Tensors const& tensors) {

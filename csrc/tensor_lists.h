@@ -98,6 +98,13 @@ Gradients gradients(Tensors const& params, std::string const* mask = nullptr);
 // Returns tensors[i] where mask[i] != 0, else nothing.
 OptionalTensors where(std::string const& mask, OptionalTensors const& tensors);
 
+// Returns where each gradient is written unscaled: in new float32 memory if it is half and its byte in `plain` is 0, else
+// in the gradient itself.
+OptionalTensors unscaled_outputs(std::string const& plain, OptionalTensors const& gradients);
+
+// Sets params[i].grad = after[i] where that is another tensor than before[i].
+void replace_gradients(Tensors const& params, OptionalTensors const& before, OptionalTensors const& after);
+
 bool any_gradient(Tensors const& tensors);
 
 // Watches the memory of the gradients from now on, if torch has materializers (see storage.h).

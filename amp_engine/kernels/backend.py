@@ -163,6 +163,14 @@ class TensorLists(Protocol):
         """Return `tensors[i]` where `mask[i]` is not 0, else None."""
         ...
 
+    def unscaled_outputs(self, plain: bytes, gradients: TensorList, /) -> TensorList:
+        """Return where gradients are written unscaled: new float32 memory for half ones not in `plain`, else itself."""
+        ...
+
+    def replace_gradients(self, params: Sequence[Tensor], before: TensorList, after: TensorList, /) -> None:
+        """Set `param.grad` to the tensor of `after` where that is another than in `before`."""
+        ...
+
     def any_gradient(self, tensors: Sequence[Tensor], /) -> bool:
         """True if any of `tensors` has a gradient."""
         ...

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_engine.errors import AmpTypeError, AmpValueError
+from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import halves
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.formulas import FORMULAS, Formula, Row, State, one_or, times
@@ -31,6 +32,7 @@ class StepTable:
         groups: Sequence[int],
         steps: Tensor,
         norms: Tensor | None,
+        adopts: bool = False,
     ) -> None:
         if formula not in FORMULAS:
             raise AmpValueError(f"StepTable: formula is {formula!r}, but must be one of {', '.join(FORMULAS)}.")
@@ -50,7 +52,7 @@ class StepTable:
         self._weights, self._copies = list(weights), list(copies)
         self._state1, self._state2 = list(state1), list(state2)
         self._groups = list(groups)
-        self._steps, self._norms = steps, norms
+        self._steps, self._norms, self._adopts = steps, norms, adopts
         written: dict[str, TensorList] = {**lists, "steps": [steps], "norms": [norms]}
         check_apart("StepTable", written, {})
         self._written = written
@@ -103,9 +105,8 @@ class StepTable:
                 checks=None if checks is None else Checks(*(c[i] for c in checks)),
                 gradient_norm=gradient_norm,
             )
-            state = State(
-                _weight(self._weights[i], self._copies[i]), _wide(self._state1[i]), _wide(self._state2[i]), row.norm
-            )
+            before = _weight(self._weights[i], self._copies[i], self._adopts)
+            state = State(before, _wide(self._state1[i]), _wide(self._state2[i]), row.norm)
             new = group.update(_gradient(grad, group, row), state, row)
             chances: tuple[Tensor | None, Tensor | None] = (None, None)
             if _is_narrow(self._state1[i]):
@@ -177,8 +178,11 @@ def _is_narrow(state: Tensor | None) -> bool:
     return state is not None and state.dtype is not torch.float32
 
 
-def _weight(weight: Tensor, copy: Tensor | None) -> Tensor:
-    return halves.joined(weight, copy) if copy is not None and _is_remainder(copy) else weight.float()
+def _weight(weight: Tensor, copy: Tensor | None, adopts: bool) -> Tensor:
+    if copy is not None and _is_remainder(copy):
+        return halves.joined(weight, copy)
+    is_followed = adopts and copy is not None and weight.dtype is torch.float32 is not copy.dtype
+    return followed(weight, copy) if is_followed and copy is not None else weight.float()
 
 
 def _wide(state: Tensor | None) -> Tensor | None:

@@ -155,6 +155,21 @@ def where(mask: bytes, tensors: TensorList) -> TensorList:
     return [tensor if chosen else None for chosen, tensor in zip(mask, tensors, strict=True)]
 
 
+def unscaled_outputs(plain: bytes, gradients: TensorList) -> TensorList:
+    """Return new float32 memory for each half gradient whose byte in `plain` is 0, else the gradient itself."""
+    return [
+        g if g is None or is_plain or g.dtype is torch.float32 else torch.empty_like(g, dtype=torch.float32)
+        for is_plain, g in zip(plain, gradients, strict=True)
+    ]
+
+
+def replace_gradients(params: Sequence[Tensor], before: TensorList, after: TensorList) -> None:
+    """Set `param.grad` to the tensor of `after` where that is another than in `before`."""
+    for param, earlier, now in zip(params, before, after, strict=True):
+        if now is not None and now is not earlier:
+            _GRAD.__set__(param, now)
+
+
 def any_gradient(tensors: Sequence[Tensor]) -> bool:
     """True if any of `tensors` has a gradient."""
     return any(_GRAD.__get__(t) is not None for t in tensors)

@@ -66,6 +66,7 @@ def step_table(
     groups: Sequence[int],
     steps: Tensor,
     norms: Tensor | None = None,
+    adopts: bool = False,
 ) -> StepTable:
     """Build the table of one optimizer's tensors on the device of `steps`.
 
@@ -80,12 +81,13 @@ def step_table(
         groups: n places in the list of groups that `step` gets.
         steps: float32, shape [n], contiguous: the number of steps that each tensor has had.
         norms: float32, shape [n], contiguous: NovoGrad's norms.
+        adopts: True if other code may write copies of masters: elements that are not the master rounded replace it.
 
     Raises:
         AmpValueError: for tensors that cannot be stepped together.
     """
     kind = NATIVE.get(steps.device.type, reference_steps).StepTable
-    table: StepTable = kind(formula, weights, copies, state1, state2, groups, steps, norms)
+    table: StepTable = kind(formula, weights, copies, state1, state2, groups, steps, norms, adopts)
     return table
 
 

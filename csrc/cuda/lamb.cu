@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-// Like update_share, but also adds to both sums. kNarrow: weights may have remainders.
+// Like update_share, but also adds to both sums. kNarrow: weights may have remainders, or adopt their copies.
 template <class Map, bool kNarrow>
 AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, int n,
                               LambMoments::Coefficients const& c, Leaf& weights, Leaf& steps) {
@@ -46,7 +46,10 @@ AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, i
     raw_rest = Map::load(lists.copy, Type::remainder, first, n);
   }
   Floats const g = Map::widened(raw_gradient, lists.gradient.type);
-  Floats const w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
+  Floats w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
+  if (kNarrow && lists.adopts) {
+    adopt<Map>(lists.copy, first, n, w);
+  }
   Floats s1 = Map::widened(raw1, Type::float32);
   Floats s2 = Map::widened(raw2, Type::float32);
   Floats u;

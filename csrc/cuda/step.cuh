@@ -29,7 +29,7 @@ AMP_DEVICE void for_tensor_of_thread(StepArgs const& args, Body const& body) {
 // The lists of one chunk that is updated.
 struct Lists {
   List gradient, weight, copy, state1, state2;
-  bool has_state1, has_copy;
+  bool has_state1, has_copy, adopts;
 
   AMP_DEVICE Lists(Row const& row, Entry const& gradient, uint32_t chunk, Type state_type = Type::float32)
       : gradient(gradient.data, gradient.type, chunk),
@@ -38,7 +38,8 @@ struct Lists {
         state1(row.state1, state_type, chunk),
         state2(row.state2, state_type, chunk),
         has_state1(row.state1),
-        has_copy(row.copy) {}
+        has_copy(row.copy),
+        adopts(row.adopts) {}
 };
 
 // Joins the 16-bit shares of bfloat16 weights and their remainders, which lie in the words as `Map` decides.
@@ -50,6 +51,18 @@ AMP_DEVICE auto joined_share(typename Map::Raw const& rounded, typename Map::Raw
     x.at[k] = joined({Map::half(rounded, k), Map::half(remainder, k)});
   }
   return x;
+}
+
+// Where a copy is not its weight rounded, other code wrote it: takes it for the weight.
+template <class Map>
+AMP_DEVICE void adopt(List const& copies, int first, int n, typename Map::Floats& w) {
+  auto const written = Map::load(copies, copies.type, first, n);
+  auto const values = Map::widened(written, copies.type);
+  auto const own = rounded(w, copies.type);
+#pragma unroll
+  for (int k = 0; k < Map::kShare; ++k) {
+    w.at[k] = uint16_t(own.word[k / 2] >> k % 2 * 16) == Map::half(written, k) ? w.at[k] : values.at[k];
+  }
 }
 
 template <class Map>
@@ -101,6 +114,9 @@ AMP_DEVICE void update_share(Lists const& lists, int64_t begin, int first, int n
   }
   auto const g = Map::widened(raw_gradient, lists.gradient.type);
   auto w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
+  if (lists.adopts) {
+    adopt<Map>(lists.copy, first, n, w);
+  }
   auto s1 = Map::widened(raw1, state_type);
   auto s2 = Map::widened(raw2, state_type);
 #pragma unroll

@@ -21,7 +21,8 @@ struct alignas(16) Row {
   uint32_t first_chunk;
   uint32_t n_chunks;
   Type state_type : 16;     // float32; for Adam also bfloat16, with stochastic rounding
-  uint32_t streamed : 16;   // true if a CPU writes the copy past its caches
+  uint32_t streamed : 8;    // true if a CPU writes the copy past its caches
+  uint32_t adopts : 8;      // true if elements of the copy that are not the weight rounded replace those of the weight
 };
 static_assert(sizeof(Row) == 64);
 

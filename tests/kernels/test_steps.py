@@ -240,6 +240,34 @@ def test_an_overflowing_copy_is_inf_and_the_weight_is_not(formula):
 
 
 @pytest.mark.parametrize("formula", ARGUMENTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("adopts", [True, False])
+def test_what_other_code_wrote_into_copies_replaces_the_weight_if_asked(formula, dtype, adopts):
+    def stepped(adopts: bool, *, into_weight: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        weight, grad = (torch.randn(1003, generator=generator) for _ in range(2))
+        weight[7] = 1e6  # infinite in float16, and nobody wrote it
+        copy = weight.to(dtype)
+        copy[[3, 500, 1002]] = torch.tensor([0.25, 2.5, -7.0], dtype=dtype)
+        if into_weight:
+            weight[[3, 500, 1002]] = torch.tensor([0.25, 2.5, -7.0])
+        h = FORMULAS[formula](**ARGUMENTS[formula])
+        state1 = torch.zeros(1003) if h.needs_state1 else None
+        state2 = torch.zeros(1003) if h.needs_state2 else None
+        norms = torch.zeros(1) if h.keeps_norm else None
+        table = kernels.step_table(
+            formula, [weight], [copy], [state1], [state2], [0], torch.zeros(1), norms, adopts=adopts
+        )
+        table.step([grad], bytes(1), [h], found_inf=torch.ones(()))
+        assert copy[3] == 0.25  # a skip leaves all as it is
+        table.step([grad], bytes(1), [h])
+        return weight, copy
+
+    for one, other in zip(stepped(adopts, into_weight=False), stepped(False, into_weight=adopts), strict=True):
+        assert same_values(one, other)
+
+
+@pytest.mark.parametrize("formula", ARGUMENTS)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_bad_element_stays_alone_if_nobody_skips(formula, bad):
     r = rows(Arena(), sizes=(31,))

@@ -27,6 +27,7 @@ from amp_engine.levels.policy import Policy as Policy
 if TYPE_CHECKING:
     from amp_engine.amp import *  # noqa: F403
 else:
+    globals().update({name: value for name, value in vars(amp).items() if name in amp.__all__})
 
     def __getattr__(name: str) -> object:
         """A name of `amp`, whose tools are loaded when they are first asked for."""

@@ -83,6 +83,7 @@ get_scale = _of_current_engine(Engine.get_scale)
 scale = _of_current_engine(Engine.scale)
 unscale = _of_current_engine(Engine.unscale)
 master_params = _of_current_engine(Engine.master_params)
+on_masters = _of_current_engine(Engine.on_masters)
 clip_grad_norm_ = _of_current_engine(Engine.clip_grad_norm_)
 clip_grad_value_ = _of_current_engine(Engine.clip_grad_value_)
 averaged_model = _of_current_engine(Engine.averaged_model)
@@ -253,6 +254,7 @@ __all__ = [
     "load_state_dict",
     "master_params",
     "named_masters",
+    "on_masters",
     "optimizer_state_dict",
     "original",
     "overflow_report",

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
@@ -43,8 +43,8 @@ from amp_engine.scaling.scaler import LossScaler, check_bounds
 from amp_engine.stepping import clipping
 from amp_engine.stepping.last_step import LastStep
 from amp_engine.stepping.reached import reached_by
-from amp_engine.stepping.scale_loss import Disabled
-from amp_engine.stepping.stepper import Stepper
+from amp_engine.stepping.record import Record
+from amp_engine.stepping.records import Disabled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -90,7 +90,7 @@ class Engine:
         self._scaling = Scaling()
         self.tools: dict[str, Any] = {}  # what tools keep about the models; forgotten by the first `initialize`
         self._initialized = Initialized(self._scaling, self.function_casts, self.reporter, self.tools)
-        self.backwards = self._initialized.backwards
+        self.records = self._initialized.records
         # The number of optimizer steps that each scheduler has followed.
         self._followed: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
@@ -137,7 +137,7 @@ class Engine:
             return "<Engine: initialize() was not called>"
         if not self.policy.enabled:
             return "<Engine: enabled=False>"
-        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.backwards.optimizers)
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.records.optimizers)
         scale = str(self.policy.loss_scale)
         count = f"{len(self.scalers)} losses" if len(self.scalers) != 1 else "1 loss"
         return f"<Engine at {self.policy.opt_level}: steps {optimizers or 'no optimizer'}; {count}, loss scale {scale}>"
@@ -193,6 +193,7 @@ class Engine:
         moment_dtype: torch.dtype | str | None = None,
         casts: Literal["everywhere", "model"] = "everywhere",
         cast_inputs: bool | str | Sequence[str] = True,
+        gradients: Literal["float32", "half"] = "float32",
         policy: str | os.PathLike[str] | RunPolicy | None = None,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`, in place, and return them.
@@ -203,7 +204,8 @@ class Engine:
         Args:
             models: a module, or a list of modules; on any device. At O1 and O4 the parameters that an optimizer steps
                 must be FP32, unless `master_weights` is True; all others may have any floating type.
-            optimizers: an optimizer, LARC or a kind of Lookahead around an optimizer, a list of these, or None.
+            optimizers: an optimizer, LARC or (not at O2 and O5) a kind of Lookahead around one, a list of these, or
+                None.
             enabled: False changes nothing and makes `scale_loss` yield the loss itself.
             opt_level: "O0" FP32; "O1" cast functions; "O2" half model, FP32 batch norm and masters; "O3"
                 pure half; "O4", "O5" are O1, O2 in bfloat16. Sets the defaults of the properties below.
@@ -211,9 +213,9 @@ class Engine:
                 False does not cast the model.
             patch_torch_functions: cast arguments of listed functions; set by O1 and O4 only.
             keep_batchnorm_fp32: keep affine batch norms in FP32; the strings "True" and "False" are accepted too.
-            master_weights: step FP32 copies of low-precision parameters (at O1 and O4 of the parameters that are in
-                half before the call); "split" (O5) stores only the 16 bits of each master that its bfloat16 parameter
-                lacks, which saves 2 bytes per parameter.
+            master_weights: step FP32 copies of low-precision parameters, which lie beside the optimizer (at O1 and O4
+                of the parameters that are in half before the call); "split" (O5) stores only the 16 bits of each master
+                that its bfloat16 parameter lacks, which saves 2 bytes per parameter.
             loss_scale: "dynamic"; a DynamicLossScale with numbers of your own; "auto", which follows the largest
                 gradient of the run; or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
@@ -222,16 +224,18 @@ class Engine:
             min_loss_scale: floor of dynamic scales; None means 2**-24.
             max_loss_scale: ceiling of dynamic scales.
             skip_on_overflow: skip steps whose gradients are not finite under a static scale too: True at every level;
-                "auto" at O4 and O5, but for steps with a closure and ranks that cannot agree (FSDP1, ZeRO without a
-                process_group); False takes them, as PyTorch does.
+                "auto" at O4 and O5, but for steps with a closure at O4 and ranks that cannot agree (FSDP1, ZeRO without
+                a process_group); False takes them, as PyTorch does.
             allow_banned: run `binary_cross_entropy` in FP32 under O1 instead of refusing it.
-            adopt_data_writes: let masters follow writes through `param.data`; each step then reads masters and
-                parameters once more.
+            adopt_data_writes: without effect, since masters always follow what is written into parameters.
             process_group: the ranks that agree on overflows, if neither DistributedDataParallel nor DTensors determine
                 them: with FullyShardedDataParallel, ZeroRedundancyOptimizer or stages of a pipeline.
             moment_dtype: torch.bfloat16 stores each of Adam's moments in 2 bytes, not 4, with stochastic rounding.
             cast_inputs: False casts no floating inputs of a model at O2, O3 and O5; names of arguments are left alone,
                 such as ["timestep"].
+            gradients: "half" leaves the half gradients of masters as a scaled backward made them until the step, which
+                unscales them: 6 bytes a parameter less to read and write at O2. `.grad` is then for
+                `amp.clip_grad_norm_` and `amp.master_params` alone, a write is an error, and the step discards them.
             casts: where O1 and O4 cast functions: "everywhere" in the process, as apex did; "model" in forwards of
                 `models` and their parts, in the thread that calls them, and in `with amp.casts():`. Outputs of these
                 forwards are FP32, unless `cast_model_outputs` says otherwise.
@@ -244,7 +248,7 @@ class Engine:
         Raises AmpStateError, AmpTypeError or AmpValueError, and then leaves everything as it was before the call.
         """
         with patch_torch.changing(), ExitStack() as undo:  # one thread at a time, here and in `close`
-            self.backwards.refuse_inside("initialize")
+            self.records.refuse_inside("initialize")
             casting.discard_interrupted()
             if not enabled:
                 self.reporter.verbosity = verbosity
@@ -264,6 +268,7 @@ class Engine:
                 "moment_dtype": moment_dtype,
                 "casts": casts,
                 "cast_inputs": cast_inputs,
+                "gradients": gradients,
             }
             # `takes_policy` has read the file.
             names = () if policy is None else tuple(cast("RunPolicy", policy).keep_float)
@@ -293,7 +298,7 @@ class Engine:
             self._initialized.add(request, adopt_data_writes)
             if self.policy is None:
                 self.tools.clear()
-                self.backwards.evidence.begin()
+                self.records.evidence.begin()
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
             self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, request.skips)
@@ -323,23 +328,27 @@ class Engine:
     ) -> AbstractContextManager[Tensor]:
         """A context that yields `loss.float() * scale`; on exit it unscales the gradients and adjusts the scale.
 
-        Afterwards `.grad` of `master_params(optimizer)` is unscaled and includes earlier backwards since the last
-        step. An overflow makes the next `step()` of each listed optimizer do nothing.
+        Afterwards `.grad` of the parameters is unscaled, FP32 beside masters, and includes what was there before; it
+        stays until it is zeroed. An overflow makes the next `step()` of each listed optimizer do nothing. At a scale of
+        1 gradients stay as the backward left them, and the clipping or the step checks them.
 
         Args:
             loss: any shape, any floating type.
             optimizers: all optimizers with parameters that the loss reaches: one, a list, or None, which is allowed
-                only at a scale of 1. "reached" finds them in the graph of the loss: in microseconds if there is one
-                optimizer; by a walk through the whole graph if there are several and the loss does not reach all.
+                only at a scale of 1. One that is left out refuses to step scaled gradients. "reached" finds them in the
+                graph of the loss: in microseconds if there is one optimizer; by a walk through the whole graph if there
+                are several and the loss does not reach all.
             loss_id: the index of the loss's scaler.
             model: ignored, as in apex.
-            delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum.
+            delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum. Without effect
+                at a scale of 1.
             delay_overflow_check: do not adjust the scale; an overflow counts at the next check of this scaler.
 
         Raises AmpStateError (also if the loss reaches no optimizer), AmpTypeError or AmpIndexError before the body
         runs. If the body raises, `optimizers` get the gradients that they had at the entry; only those that
-        `delay_unscale` had left scaled are discarded, if the body ran a backward into them. If the exit raises or is
-        interrupted, no gradient stays that is scaled or unchecked. No host sync.
+        `delay_unscale` had left scaled are discarded, if the body ran a backward into them. At a scale of 1 gradients
+        stay as in PyTorch. If the exit raises or is interrupted, no gradient stays that is scaled or unchecked. No host
+        sync.
         """
         del model
         if self.policy is None:
@@ -358,24 +367,24 @@ class Engine:
                 "it, None is taken."
             )
         if optimizers == "reached":
-            stepped = self._reached_by(loss)
+            records = self._reached_by(loss)
         else:
             listed = [] if optimizers is None else arguments.as_list(optimizers)
-            stepped = list(dict.fromkeys(map(self._initialized.stepped_by, listed)))
-        return self.backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
+            records = list(dict.fromkeys(map(self._initialized.record_of, listed)))
+        return self.records.of(loss, records, scaler, loss_id, delay_unscale, delay_overflow_check)
 
-    def _reached_by(self, loss: Tensor) -> list[Stepper]:
+    def _reached_by(self, loss: Tensor) -> list[Record]:
         """The optimizers that a backward of `loss` gives gradients. Raises AmpStateError if there are none."""
-        everyone = self.backwards.all
-        stepped = reached_by(loss, everyone)
-        if not stepped:
+        everyone = self.records.all
+        records = reached_by(loss, everyone)
+        if not records:
             names = ", ".join(type(one.optimizer).__name__ for one in everyone) or "none was passed to amp.initialize"
             raise AmpStateError(
                 "amp.scale_loss(loss) finds the optimizers that the loss reaches, and it reaches no parameter of any: "
                 f"{names}.  Compute the loss with the parameters that an initialized optimizer steps, without "
                 "torch.no_grad() or .detach(), or name the optimizers: amp.scale_loss(loss, optimizer)."
             )
-        return stepped
+        return records
 
     def get_scale(self, loss_id: int = 0) -> Tensor:
         """The scale that the next backward of this loss uses, to log it: a copy on its device, float32, shape [].
@@ -431,18 +440,40 @@ class Engine:
         return by_hand.unscaled(self._scaling, gradients, loss_id) if policy.enabled else gradients
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters in the groups of `optimizer`: its masters where it has them.
+        """Iterate over the weights that `optimizer` steps: masters where there are some, else its parameters.
 
-        Between `scale_loss` and `step` their `.grad` is unscaled and may be clipped. The optimizer need not have been
-        initialized. No host sync.
+        Masters show unscaled FP32 gradients until the step: the same tensors as the parameters' own `.grad`. The
+        optimizer need not have been initialized. No host sync.
 
         Raises AmpTypeError at the call, not at the first iteration, for anything but an optimizer.
         """
         params = master_params(optimizer)
-        stepped = self.backwards.get(inner_of(optimizer))
-        if stepped is not None:
-            self.backwards.look_at_gathered(stepped)
-        return params
+        record = self.records.get(inner_of(optimizer))
+        if record is not None:
+            record.settle()
+        if record is None or record.rows.is_shown:
+            return params
+        self.records.close_into(record)
+        record.look_for_parameters(rounds=not record.is_in_body)
+        record.hand_out()
+        return iter(record.columns.weights)
+
+    @contextmanager
+    def on_masters(self, optimizer: Optimizer | LARC) -> Iterator[None]:
+        """A context in which the optimizer's groups and state have its FP32 masters, for code that writes weights.
+
+            with amp.on_masters(optimizer):
+                optimizer.eval()                 # schedulefree; or a perturbation, an average
+
+        Masters show unscaled FP32 gradients. At the end the groups have the model's parameters again, into which the
+        masters are rounded. No effect where there are no masters. Raises AmpTypeError for an optimizer that was not
+        passed to `initialize`.
+        """
+        if self._is_disabled:
+            yield
+            return
+        with self._initialized.on_masters(self._initialized.record_of(optimizer)):
+            yield
 
     def clip_grad_norm_(
         self,
@@ -453,15 +484,13 @@ class Engine:
     ) -> Tensor:
         """Clip the gradients that an optimizer steps, between `scale_loss` and `step`.
 
-        After one backward, and with a norm_type of 2 or infinity, no gradient of a master is read: `scale_loss` has
-        computed the norm, and the step, or the first read of a master's `.grad`, applies the factor. Gradients of
-        float32 parameters, which any code may write, are multiplied at once, and read once more unless torch knows that
-        they were not written (since 2.13, from the second call on). Otherwise this is torch.nn.utils.clip_grad_norm_,
-        with norms of half gradients in FP32.
+        Where one check saw all gradients and nobody wrote since, and with a norm_type of 2 or infinity, its norm is
+        taken. Gradients beside masters are then clipped by the step, or by `master_params`, and a write into them
+        before is an error at the step; all others are multiplied at once. Otherwise this is
+        torch.nn.utils.clip_grad_norm_, with norms of half gradients in FP32.
 
         Args:
-            optimizer: an optimizer, initialized or not; or one parameter or an iterable of parameters, as in torch,
-                whose masters' gradients are clipped where they have masters.
+            optimizer: an optimizer, initialized or not; or one parameter or an iterable of parameters or masters.
             max_norm: in the unit of the unscaled gradients.
             norm_type: as in torch.
             error_if_nonfinite: raise RuntimeError if the norm is not finite. Waits for the device.
@@ -479,7 +508,7 @@ class Engine:
             optimizer: an optimizer or parameters, as `clip_grad_norm_` takes them.
             clip_value: clamps elements to [-clip_value, clip_value], in the unit of the unscaled gradients.
 
-        Creates the FP32 gradients of masters. No host sync.
+        Clips at once, in the type of `.grad`. No host sync.
         """
         clipping.clip_grad_value_(self._clipped(optimizer, "clip_grad_value_", "clip_value"), clip_value)
 
@@ -488,13 +517,13 @@ class Engine:
         params = arguments.as_parameters(given)
         if params is None:
             arguments.check_has_groups(given, function, f", {limit}")
-            stepped = self.backwards.get(inner_of(given))
-            clipped = clipping.of_optimizer(given.param_groups, stepped)
+            clipped = clipping.of_optimizer(given.param_groups, self.records.get(inner_of(given)))
         else:
-            clipped = clipping.of_parameters(params, self.backwards.all)
+            clipped = clipping.of_parameters(params, self.records.all)
         for one in clipped.involved:
-            self.backwards.look_at_gathered(one)
-            self.backwards.look_at_unseen(one)
+            self.records.close_into(one)
+            one.look_for_parameters()
+            self.records.look_at_unseen(one)
         return clipped
 
     def averaged_model(
@@ -531,7 +560,7 @@ class Engine:
         listed = list(optimizer) if isinstance(optimizer, tuple) else optimizer
         for one in arguments.as_optimizers(listed):
             if self.policy is not None and self.policy.enabled:
-                self._initialized.stepped_by(one)
+                self._initialized.record_of(one)
         return AveragedModel(model, device, avg_fn, multi_avg_fn, use_buffers)
 
     def casts(self) -> AbstractContextManager[None]:
@@ -596,14 +625,14 @@ class Engine:
         if self._is_disabled:
             return LastStep()
         if optimizer is None:
-            found = self.backwards.optimizers
+            found = self.records.optimizers
             if len(found) != 1:
                 raise AmpStateError(
                     f"last_step() was called without an optimizer, and {len(found)} are initialized.  Type "
                     "amp.last_step(optimizer)."
                 )
             optimizer = found[0]
-        return self._initialized.stepped_by(optimizer).pending.last
+        return self._initialized.record_of(optimizer).pending.last
 
     def step_scheduler(self, scheduler: LRScheduler, optimizer: Optimizer | LARC | None = None) -> int:
         """Call `scheduler.step()` once for each step of its optimizer that was not skipped.
@@ -630,9 +659,9 @@ class Engine:
         if self._is_disabled:
             scheduler.step()
             return 1
-        if self.backwards.evidence.is_rehearsal:
+        if self.records.evidence.is_rehearsal:
             return 0
-        pending = self._initialized.stepped_by(found).pending
+        pending = self._initialized.record_of(found).pending
         pending.hear(wait=False)
         # A new scheduler starts at the count before the last step.
         took_last = not pending.unheard and not pending.last.skipped
@@ -758,7 +787,7 @@ class Engine:
         for scaler in self.scalers:
             scaler.bound(min_loss_scale, max_loss_scale)
 
-    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Stepper:
+    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Record:
         """Add an optimizer, until `close`, and leave its losses and scalers to the caller.
 
         Args:
@@ -773,16 +802,16 @@ class Engine:
 
         False if not enabled.
         """
-        return False if self._is_disabled else self._initialized.stepped_by(optimizer).pending.skipped
+        return False if self._is_disabled else self._initialized.record_of(optimizer).pending.skipped
 
     def close(self) -> None:
         """Undo everything; the engine can be used again.
 
         torch's functions are restored. Models get their own types again, with the exact values of FP32 masters, and
-        lose every hook; optimizers step their own parameters again, with their state in the types of these parameters.
+        lose every hook; optimizers lose theirs, and have their state in the types of these parameters.
         """
         with patch_torch.changing():
-            self.backwards.refuse_inside("close")
+            self.records.refuse_inside("close")
             casting.discard_interrupted()
             self.function_casts.remove()
             try:

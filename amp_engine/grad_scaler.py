@@ -63,7 +63,7 @@ class GradScaler:
         At O2 and O5 the gradients of `optimizer` are those of `amp.master_params(optimizer)`. No host sync.
         """
         self._leave_body()
-        self._engine().backwards.close_loss(self._loss_id)
+        self._engine().records.close_loss(self._loss_id)
 
     def step(self, optimizer: Optimizer | LARC, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)`, which does nothing where gradients overflowed; returns its result."""
@@ -123,8 +123,8 @@ class GradScaler:
     def _reached_by(self, loss: Tensor) -> list[Optimizer] | Literal["reached"]:
         if not self._optimizers:
             return "reached"
-        backwards = self._engine().backwards
-        own = [one for each in self._optimizers if (one := backwards.get(each)) is not None]
+        records = self._engine().records
+        own = [one for each in self._optimizers if (one := records.get(each)) is not None]
         found = [one.optimizer for one in reached_by(loss, own)]
         if own and not found:
             names = ", ".join(type(one.optimizer).__name__ for one in own)

@@ -17,7 +17,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.modules import rnn
 from torch.optim import optimizer as optimizer_hooks
 
-from amp_engine.stepping.unlisted import notice_registrations
+from amp_engine.stepping.step import remove_unused
 from tests.cases import TOGETHER, chosen
 
 NAMESPACES = {
@@ -96,7 +96,6 @@ def patched_names() -> list[str]:
 def pristine_torch() -> Iterator[None]:
     """Seeds before the test; afterwards undoes amp and asserts that torch is as it was."""
     from amp_engine import amp
-    from amp_engine.stepping import master_parameter
 
     torch.set_num_threads(1)  # tiny models gain nothing from more, and lose tenfold on a busy machine
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes milliseconds for devices that are not there
@@ -108,8 +107,6 @@ def pristine_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # no test is told that this CPU emulates a type, unless it asks
         patch.setattr("amp_engine.ground.dtypes.cpu_flags", lambda: computes)
         yield
-    for copies in (master_parameter._COPIES, master_parameter._PICKLED):
-        copies.clear()
     amp.close()
     amp._amp_state.hard_override = False
     amp._amp_state.allow_incoming_model_not_fp32 = False
@@ -117,7 +114,7 @@ def pristine_torch() -> Iterator[None]:
     assert patched_names() == []
     if any(GLOBAL_HOOKS):
         gc.collect()
-        notice_registrations()  # an engine that was dropped without close() leaves its hook to the next one
+        remove_unused()  # an engine that was dropped without close() leaves its hook to the next one
     assert not any(GLOBAL_HOOKS)
     assert torch.backends.mha.get_fastpath_enabled()
     assert torch.is_grad_enabled()

@@ -111,7 +111,7 @@ def step_beside(task: Any, model: nn.Module, optimizer: Optimizer, bare: Optimiz
     """Take a step of `optimizer` on a batch, and one of `bare`, which amp does not know, with the same gradients."""
     optimizer.zero_grad()
     backward(task.loss(model, task.batch(index)), optimizer)
-    for ours, theirs in zip(group_params(optimizer), group_params(bare), strict=True):
+    for ours, theirs in zip(weights_of(optimizer), weights_of(bare), strict=True):
         theirs.grad = ours.grad.clone()
     optimizer.step()
     bare.step()
@@ -127,8 +127,22 @@ def masters(optimizer: Optimizer) -> list[Tensor]:
     return [master.detach().clone() for master in amp.master_params(optimizer)]
 
 
-def group_params(optimizer: Optimizer) -> list[Tensor]:
+def entries_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def weights_of(optimizer: Optimizer) -> list[Tensor]:
+    """What the optimizer steps, of any engine: its masters where it has them, with FP32 gradients."""
+    stash = vars(optimizer).get("_amp_stash")
+    if stash is None:
+        return entries_of(optimizer)
+    record = stash._record
+    if not record.rows.is_shown:
+        stash._owner.close_into(record)
+        record.look_for_parameters(rounds=not record.is_in_body)
+        if record.rows.makes_masters and not record.is_in_body:
+            record.give_gradients()
+    return list(record.columns.weights)
 
 
 def frozen(value: Any) -> Any:
@@ -176,10 +190,9 @@ def assert_bitwise(actual: Any, expected: Any, where: str = "") -> None:
 
 def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
     """Parameters, state and every other group entry, as copies."""
-    params = group_params(optimizer)
     return {
-        "params": frozen(params),
-        "state": [frozen(optimizer.state.get(param, {})) for param in params],
+        "params": frozen(weights_of(optimizer)),
+        "state": [frozen(optimizer.state.get(param, {})) for param in entries_of(optimizer)],
         "groups": [
             frozen({key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
         ],

@@ -6,11 +6,9 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from amp_engine import amp
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.ground.devices import HostNumbers, moved, number_on
-from amp_engine.stepping import window
 
 
 class Event:
@@ -122,27 +120,3 @@ def test_a_stream_waits_for_another_that_reads_what_it_will_use_again(monkeypatc
     assert owners[0].waits_for == []
     assert owners[1].waits_for == ([] if capturing else [current[second]])
     assert devices.current_streams([first, torch.device("cpu")]) == (owners[0],)
-
-
-@pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, type("Own", (torch.optim.AdamW,), {})])
-def test_a_step_on_another_stream_is_waited_for_before_gradients_go(monkeypatch, optimizer_type):
-    gpu = torch.device("cuda", 0)
-    backward, step = Stream(gpu), Stream(gpu)
-    model = torch.nn.Linear(4, 4)
-    optimizer = optimizer_type(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0, verbosity=0)
-    monkeypatch.setattr(window, "current_streams", lambda devices: (backward,))
-    loss = model(torch.randn(2, 4)).float().sum()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    held = []
-    wait = devices.wait_for_readers
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: step)
-    monkeypatch.setattr(devices, "is_capturing", lambda device: False)
-    monkeypatch.setattr(
-        devices, "wait_for_readers", lambda owners: (held.append(model.weight.grad is not None), wait(owners))
-    )
-    optimizer.step()
-    assert backward.waits_for == [step]
-    assert held == [True]
-    assert model.weight.grad is None

@@ -38,7 +38,7 @@ def gradient():
     return model.weight.grad
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("level", ["O0", "O3"])
 def test_a_parameter_of_two_optimizers_is_unscaled_once(engine, level):
     model = linear()
     both = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)]
@@ -47,20 +47,7 @@ def test_a_parameter_of_two_optimizers_is_unscaled_once(engine, level):
         scaled_loss.backward()
     for optimizer in both:
         (param,) = engine.master_params(optimizer)
-        torch.testing.assert_close(param.grad, gradient(), rtol=1e-2, atol=1e-2)
-
-
-def test_masters_of_two_optimizers_follow_each_other_exactly(engine):
-    model = linear()
-    both = [torch.optim.SGD(model.parameters(), 1e-3), torch.optim.SGD(model.parameters(), 1e-3)]
-    engine.initialize(model, both, opt_level="O2", loss_scale=1024.0, verbosity=0)
-    with engine.scale_loss(model(INPUTS).square().sum(), both) as scaled_loss:
-        scaled_loss.backward()
-    first, second = (next(engine.master_params(o)) for o in both)
-    grad, start = first.grad.clone(), first.detach().clone()
-    both[0].step()
-    both[1].step()
-    assert torch.equal(second, start - 1e-3 * grad - 1e-3 * grad)
+        torch.testing.assert_close(param.grad.float(), gradient(), rtol=1e-2, atol=1e-2)
 
 
 def test_an_optimizer_listed_twice_counts_once(engine):
@@ -113,7 +100,7 @@ def test_backwards_do_not_pile_up_without_a_step(engine):
     for _ in range(20):
         with engine.scale_loss(model(INPUTS).square().sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
-    assert len(optimizer._amp_stash._stepped.pending.backwards) == 1
+    assert len(optimizer._amp_stash._record.pending.backwards) == 1
 
 
 def test_bad_input_leaves_the_verbosity(engine):
@@ -228,7 +215,7 @@ def test_a_window_left_open_outlives_an_initialize_with_fewer_losses(engine):
     assert all(p.isfinite().all() for p in engine.master_params(optimizer))
 
 
-@pytest.mark.parametrize("call", ["amp_engine.kernels.tensor_lists.gradients", "amp_engine.stepping.window.Slots"])
+@pytest.mark.parametrize("call", ["gradients", "unscaled_outputs"])
 def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(call, engine, monkeypatch):
     model, optimizer = start(engine)
     backward(engine, model, optimizer)
@@ -238,7 +225,7 @@ def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(call, engin
         raise torch.cuda.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(call, fail)
+        patch.setattr(f"amp_engine.kernels.tensor_lists.{call}", fail)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             backward(engine, model, optimizer)
     assert all(map(torch.equal, gradients(engine, optimizer), before))
@@ -267,13 +254,6 @@ def test_closing_an_open_window_leaves_no_gradient_of_its_own():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_backward_outside_of_scale_loss_is_warned_of(engine):
-    model, optimizer = start(engine, "O5", loss_scale=1.0)
-    model(INPUTS).square().mean().backward()
-    with pytest.warns(UserWarning, match=r"SGD.step\(\) found gradients of a backward\(\) outside of amp.scale_loss"):
-        optimizer.step()
-
-
 def test_a_loss_that_is_no_tensor_is_named(engine):
     model, optimizer = start(engine)
     with pytest.raises(AmpTypeError, match="the loss as a tensor, not a float"):
@@ -286,16 +266,6 @@ def test_parameters_put_into_the_groups_again_get_the_masters_they_had(engine):
     optimizer.param_groups[0]["params"] = list(model.parameters())
     backward(engine, model, optimizer)
     assert all(a is b for a, b in zip(engine.master_params(optimizer), masters, strict=True))
-
-
-def test_a_half_parameter_beside_its_master_changes_nothing(engine):
-    model, optimizer = start(engine)
-    optimizer.add_param_group({"params": [model[0].weight]})
-    before = [list(group["params"]) for group in optimizer.param_groups]
-    with pytest.raises(AmpStateError, match="which already steps its FP32 master"):
-        backward(engine, model, optimizer)
-    after = [list(group["params"]) for group in optimizer.param_groups]
-    assert [[id(p) for p in g] for g in after] == [[id(p) for p in g] for g in before]
 
 
 def test_a_module_that_loads_another_value_decides_for_the_master(engine):
@@ -311,13 +281,6 @@ def test_a_module_that_loads_another_value_decides_for_the_master(engine):
     model.load_state_dict({"weight": torch.full((2, 4), 3.0)})
     backward(engine, model, optimizer)
     assert next(engine.master_params(optimizer)).unique().tolist() == [1.5]
-
-
-def test_half_gradients_are_gone_after_the_step(engine):
-    model, optimizer = start(engine)
-    backward(engine, model, optimizer)
-    optimizer.step()
-    assert model[0].weight.grad is None
 
 
 @pytest.mark.parametrize("given", [1e39, 1e-46, 1e-40])
@@ -376,7 +339,7 @@ def test_parameters_that_others_sharded_are_refused_by_name_where_they_are_cast(
     engine.initialize(model, optimizer, opt_level="O4", verbosity=0)
 
 
-def test_a_class_that_cannot_step_nothing_is_refused_by_name(engine):
+def test_a_class_that_cannot_step_nothing_is_skipped_and_goes_on(engine):
     class WantsMany(torch.optim.SGD):
         def step(self, closure=None):
             if sum(p.numel() for p in self.param_groups[0]["params"]) < 8:
@@ -385,9 +348,15 @@ def test_a_class_that_cannot_step_nothing_is_refused_by_name(engine):
 
     model = linear()
     optimizer = WantsMany(model.parameters(), 0.1)
-    engine.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
-    with pytest.raises(AmpStateError, match="WantsMany cannot be stepped under amp"):
-        optimizer.step()
+    engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    before = model.weight.detach().clone()
+    backward(engine, model, optimizer, factor=float("inf"))
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    backward(engine, model, optimizer)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
 
 
 def test_one_window_has_one_loss_id(engine):

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from amp_engine.casting import FunctionCasts
 from amp_engine.errors import AmpIndexError, AmpStateError
 from amp_engine.scaling.scaler import LossScaler
-from amp_engine.stepping.hook import CLOSURE_REFUSED
-from amp_engine.stepping.stepper import Stepper
+from amp_engine.stepping.record import Record
+from amp_engine.stepping.step import CLOSURE_REFUSED
 
 if TYPE_CHECKING:
     from amp_engine.engine import Engine
@@ -139,7 +139,7 @@ class OptimWrapper:
         self._engine = engine
         self._scalers = [LossScaler("dynamic") for _ in range(num_loss)]
         self._losses = 0  # since the last step
-        self._stepped: Stepper | None = None
+        self._record: Record | None = None
         if engine is not None:
             reporter = engine.reporter
 
@@ -147,7 +147,7 @@ class OptimWrapper:
                 if reporter.says(is_first):
                     reporter.say("Gradient overflow, skipping update")
 
-            self._stepped = engine.look_after(optimizer, say_skipped)
+            self._record = engine.look_after(optimizer, say_skipped)
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
@@ -156,8 +156,8 @@ class OptimWrapper:
         Yields the loss itself while no function is cast. If the body raises, gradients get the values that they had at
         the entry. Raises AmpIndexError if there were `num_loss` losses since the last step. No host sync.
         """
-        engine, casts, stepped = self._engine, self._active_casts(), self._stepped
-        if engine is None or casts is None or stepped is None:
+        engine, casts, record = self._engine, self._active_casts(), self._record
+        if engine is None or casts is None or record is None:
             yield loss
             return
         index = self._losses
@@ -167,7 +167,7 @@ class OptimWrapper:
                 f"{len(self._scalers)}.  Call handle.wrap_optimizer(optimizer, num_loss={index + 1})."
             )
         scaler = self._scalers[index]
-        with engine.backwards.of(loss, [stepped], scaler, index) as scaled_loss:
+        with engine.records.of(loss, [record], scaler, index) as scaled_loss:
             yield scaled_loss
         self._losses += 1
 

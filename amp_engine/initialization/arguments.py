@@ -34,14 +34,12 @@ from amp_engine.optimizers import LARC
 from amp_engine.optimizers.base import FusedOptimizer
 from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import (
-    has_groups_of,
     inner_of,
     inner_optimizers,
     parameters_elsewhere,
     shares_groups,
     takes_hooks,
 )
-from amp_engine.stepping.master_parameter import copied_masters, is_copied_master
 
 if TYPE_CHECKING:
     from amp_engine.tools.policy_file import RunPolicy
@@ -71,6 +69,7 @@ class InitializeOptions(TypedDict, total=False):
     moment_dtype: torch.dtype | str | None
     casts: Literal["everywhere", "model"]
     cast_inputs: bool | str | Sequence[str]
+    gradients: Literal["float32", "half"]
     policy: str | os.PathLike[str] | RunPolicy | None
 
 
@@ -111,6 +110,12 @@ def as_optimizers(optimizers: Any) -> list[Optimizer | LARC]:
             "([a, b], not a tuple); a wrapper around an optimizer is made after amp.initialize."
         )
     return listed
+
+
+def check_gradients(gradients: Any) -> None:
+    """Raise AmpValueError unless `gradients` is "float32" or "half"."""
+    if gradients not in ("float32", "half"):
+        raise AmpValueError(f'gradients={gradients!r}, but it is "float32" (the default) or "half".')
 
 
 def as_left_alone(cast_inputs: Any, models: Sequence[nn.Module]) -> frozenset[str] | None:
@@ -242,8 +247,6 @@ def check_optimizers(
                 f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
                 "the optimizer inside of it to amp.initialize, and make the wrapper afterwards."
             )
-        if any(is_copied_master(p) for group in optimizer.param_groups for p in group["params"]):
-            raise AmpStateError(copied_masters(optimizer))
         if (is_scaled or has_masters) and _requires_closure(optimizer):
             raise AmpStateError(
                 f"{type(optimizer).__name__}.step(closure) runs backwards of its own, which {_HOW[is_scaled]}.  Choose "
@@ -271,12 +274,18 @@ def check_optimizers(
                 "stepping the wrapper; do without it at O2 and O5."
             )
         for name, inner in inner_optimizers(optimizer).items():
-            is_listed = "[" in name  # in a list of optimizers that step a part each
-            if not (has_groups_of if is_listed else shares_groups)(optimizer, inner) and (has_masters or not is_listed):
+            if has_masters:
+                raise AmpStateError(
+                    f"{type(optimizer).__name__} steps by its .{name} ({type(inner).__name__}), which FP32 masters "
+                    f"would never reach.  Pass the {type(inner).__name__} alone to amp.initialize, or choose "
+                    "opt_level='O4' (or 'O1'), where the parameters are FP32."
+                )
+            # In a list: of optimizers that step a part each.
+            if "[" not in name and not shares_groups(optimizer, inner):
                 raise AmpStateError(
                     f"{type(optimizer).__name__} steps the groups of its .{name} ({type(inner).__name__}), not "
-                    f"its own, so FP32 masters would never reach them.  Pass the {type(inner).__name__} to "
-                    "amp.initialize and wrap it afterwards, or do without the wrapper."
+                    f"its own.  Pass the {type(inner).__name__} to amp.initialize and wrap it afterwards, or do "
+                    "without the wrapper."
                 )
         place = parameters_elsewhere(optimizer, optimizer) if has_masters else None
         if place is not None:
@@ -318,16 +327,17 @@ def check_narrow(
                 f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
                 "fully_shard divides masters and moments among ranks."
             )
-    for wrapper in wrappers if is_split else ():
-        refuse_around_split(wrapper)
+    for wrapper in wrappers if policy.master_weights else ():
+        refuse_around_masters(wrapper)
 
 
-def refuse_around_split(wrapper: Any) -> None:
-    """Raise AmpStateError for a wrapper that reads the weights in the groups: split masters' bfloat16 halves."""
+def refuse_around_masters(wrapper: Any) -> None:
+    """Raise AmpStateError for a wrapper that reads and writes the weights in the groups, which are half parameters."""
     if not isinstance(wrapper, LARC):
         raise AmpStateError(
-            f'A {type(wrapper).__name__} is around an optimizer with master_weights="split", and would go on from '
-            "parameters rounded to bfloat16.  Use master_weights=True with it."
+            f"A {type(wrapper).__name__} is around an optimizer with FP32 masters, which lie beside the groups: it "
+            "would go on from half parameters.  Choose opt_level='O4' (or 'O1'), where the parameters are FP32, or do "
+            "what it does inside of `with amp.on_masters(optimizer):`."
         )
 
 

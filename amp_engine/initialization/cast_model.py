@@ -47,8 +47,7 @@ from amp_engine.initialization.state_dict import (
     keep_incoming,
     save_float32,
 )
-from amp_engine.stepping.master import follow_own_masters
-from amp_engine.stepping.rows import follow_masters, follow_masters_in_eager
+from amp_engine.stepping.rows import round_written
 
 
 class _CastHook:
@@ -189,7 +188,7 @@ class CastModel:
                     self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
                     self._handles += _cast_around_kept(model, dtype)
             if saves_float32:
-                self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
+                self._handles.append(model.register_forward_pre_hook(round_written, prepend=True))
             if output_dtype is not None:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
             casts = ForwardCasts(computes, output_dtype, casts_functions, of_model=inputs)
@@ -221,20 +220,6 @@ class CastModel:
     def model(self) -> nn.Module | None:
         """The model, unless it was garbage collected."""
         return self._model()
-
-    def follow_masters(self) -> None:
-        """Round written masters into the model before each forward, a compiled one too, until `undo`.
-
-        Each module of the model rounds its own masters before its forward, since a script may call it alone.
-        """
-        model = self.model
-        if model is None or self._follows_masters:
-            return
-        self._follows_masters = True
-        for module in model.modules():
-            if module is not model and any(p is not None for p in module._parameters.values()):
-                self._handles.append(module.register_forward_pre_hook(follow_own_masters, prepend=True))
-        self._handles.append(model.register_forward_pre_hook(follow_masters, prepend=True))
 
     def take_over(self, earlier: CastModel) -> None:
         """Replace `earlier` of the same model: remove its hooks, and restore its original types in `undo`."""
@@ -298,9 +283,7 @@ def is_cast(model: nn.Module) -> bool:
 
 
 _HOOK_FUNCTIONS = (
-    follow_masters,
-    follow_masters_in_eager,
-    follow_own_masters,
+    round_written,
     hook_children,
     save_float32,
     keep_incoming,
@@ -310,14 +293,20 @@ _HOOK_FUNCTIONS = (
 
 def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
     """Keep the storage of every parameter, gradient and buffer; the returned function restores it, bit for bit."""
-    params = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for m in models for p in m.parameters()]
+    params = [
+        (p, p.data, p.grad_dtype, p.grad, None if p.grad is None else p.grad.data)
+        for m in models
+        for p in m.parameters()
+    ]
     modules = [module for m in models for module in m.modules() if not isinstance(module, torch.jit.ScriptModule)]
     buffers = [(module._buffers, dict(module._buffers)) for module in modules]
 
     def put_back() -> None:
-        for param, data, grad, grad_data in params:
+        for param, data, grad_dtype, grad, grad_data in params:
             param.grad = None  # a gradient and its parameter change type one after the other
             param.data = data
+            if param.grad_dtype != grad_dtype:
+                param.grad_dtype = grad_dtype
             if grad is not None and grad_data is not None:
                 grad.data = grad_data
                 param.grad = grad
@@ -430,9 +419,13 @@ def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) 
         # A buffer with several names stays one tensor.  Gradients come here, too.
         return made.setdefault(id(tensor), (tensor, tensor.to(by_id[id(tensor)])))[1]
 
+    follow = [t for t, _ in targets if t.is_leaf and t.grad_dtype == t.dtype]
     # Like Module.to, but with a type per tensor: parameters stay the same objects.
     with _parameters_stay_objects():
         model._apply(cast)
+    for tensor in follow:
+        if tensor.grad_dtype != tensor.dtype:  # somebody had set it, as an earlier `close` does
+            tensor.grad_dtype = tensor.dtype
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants its weights in one chunk again

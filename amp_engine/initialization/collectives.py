@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from amp_engine.ground.torch_private import after_ad_inplace_or_view, is_copy_on_write
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.exact import written_memory
-from amp_engine.stepping.rows import announce_broadcast
 
 # Each writes its first argument: a tensor, a list of them, or a list of lists.
 WRITING = (
@@ -115,8 +114,4 @@ def _written(tensors: Iterable[Tensor], is_broadcast: bool) -> None:
                 torch.autograd.graph.increment_version(tensor)
         # Not subclasses: a compiler's fake tensor has no memory, and a distributed tensor none of its own.
         elif type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_floating_point():
-            params = written_memory(tensor)
-            if params:
-                torch.autograd.graph.increment_version(params)
-            elif is_broadcast:
-                announce_broadcast(tensor.numel())
+            torch.autograd.graph.increment_version(written_memory(tensor))

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import EngineCasts
 from amp_engine.casting.inputs import Inputs
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
-from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.ground.tools import tool
 from amp_engine.initialization import apex_face, collectives
-from amp_engine.initialization.arguments import check_has_groups, check_optimizers, refuse_around_split
+from amp_engine.initialization.arguments import check_has_groups, check_optimizers, refuse_around_masters
 from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.request import Request
@@ -30,17 +29,19 @@ from amp_engine.initialization.sharded_since import refusal_of_replaced
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
 from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
+from amp_engine.optimizers.fused_step import release_fused_step
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.beside import Master, Remainder
 from amp_engine.stepping.events import Events
 from amp_engine.stepping.exact import exact_value
-from amp_engine.stepping.hook import StepHook, remove_hooks, remove_unused
 from amp_engine.stepping.overflow_messages import OverflowMessages
+from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
-from amp_engine.stepping.rows import MasterRows, Rows
-from amp_engine.stepping.scale_loss import ScaledBackwards
-from amp_engine.stepping.split_rows import SplitRows
-from amp_engine.stepping.stepper import Stepper
+from amp_engine.stepping.record import Record
+from amp_engine.stepping.records import Records
+from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.step import StepHook, let_strangers_be, look_at_strangers, remove_hooks, remove_unused
 
 if TYPE_CHECKING:
     from amp_engine.tools.diagnosis.overflow_watch import OverflowWatch
@@ -75,15 +76,16 @@ class Initialized:
         self._scaling = scaling
         self._reporter = reporter
         self._tools = tools
-        self.backwards = ScaledBackwards(scaling, casts, lambda: self.models)
+        self.records = Records(scaling, casts)
         self._messages = OverflowMessages(reporter, scaling, lambda: self.overflows)
-        events = self.backwards.events
+        events = self.records.events
         events.skipped.subscribe(self._messages.skipped)
         events.reported.subscribe(self._messages.stepped_on)
         events.unchecked.subscribe(self._messages.unchecked)
-        events.masters_written.subscribe(self._follow_masters)
-        self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
+        self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, Callable[[], None] | None]
         self._wrappers = weakref.WeakKeyDictionary()
+        # Parameters whose gradients may have any type, and the type that the user chose for them, until `release` ends.
+        self._of_any_grad_dtype: list[tuple[nn.Parameter, torch.dtype | None]] = []
         # Modules that a policy file keeps in FP32, until `release`.
         self.kept_by_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -162,14 +164,14 @@ class Initialized:
             with suppress(ValueError):  # another thread removed it
                 self._cast_models.remove(gone)
         collectives.watch(self)
-        self.backwards.unlisted.begin()
-        self._follow_masters()
+        if policy.master_weights:
+            look_at_strangers(self, Initialized._refuse_stranger)
         for wrapper, optimizer in request.wrappers.items():
             self.look_after_wrapper(wrapper, optimizer)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any] = ()) -> None:
         """Raise AmpStateError for an optimizer that is initialized, or that has attributes of apex's names."""
-        seen = {id(optimizer) for optimizer in self.backwards.optimizers}
+        seen = {id(optimizer) for optimizer in self.records.optimizers}
         for optimizer in optimizers:
             if id(optimizer) in seen or apex_face.is_on(optimizer):
                 raise AmpStateError(
@@ -182,20 +184,20 @@ class Initialized:
             if isinstance(wrapper, Optimizer):
                 apex_face.check_names_are_free(wrapper)
 
-    def stepped_by(self, optimizer: Any) -> Stepper:
-        """The Stepper of `optimizer`, or of the optimizer inside. Raises AmpTypeError if it was not passed."""
-        stepped = self.backwards.get(optimizer) if isinstance(optimizer, Optimizer) else None
-        if stepped is not None:
-            return stepped
+    def record_of(self, optimizer: Any) -> Record:
+        """The record of `optimizer`, or of the optimizer inside. Raises AmpTypeError if it was not passed."""
+        record = self.records.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        if record is not None:
+            return record
         stepping = inner_of(optimizer)
-        stepped = self.backwards.get(stepping) if isinstance(stepping, Optimizer) else None
-        if stepped is None:
+        record = self.records.get(stepping) if isinstance(stepping, Optimizer) else None
+        if record is None:
             raise AmpTypeError(
                 f"This {type(optimizer).__name__} was not passed to amp.initialize.  Call model, optimizer = "
                 "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
             )
         self.look_after_wrapper(optimizer, stepping)  # the wrapper may have been made after `initialize`
-        return stepped
+        return record
 
     def look_after(
         self,
@@ -203,26 +205,25 @@ class Initialized:
         rows: Rows,
         events: Events,
         ranks: Ranks | None = None,
-        check: Callable[[Stepper], None] = lambda _: None,
-    ) -> Stepper:
+        check: Callable[[Record], None] | None = None,
+    ) -> Record:
         """Add an optimizer and its rows, until `release`.
 
         Args:
             events: notified of its steps.
             ranks: the ranks that decide on a skip together; None: those of its DistributedDataParallel.
-            check: called with the Stepper before its first `scale_loss` or step; raises AmpStateError.
+            check: called with the record before its first `scale_loss` or step; raises AmpStateError.
         """
-        stepped = Stepper(optimizer, rows, self._scaling, events, ranks, check)
-        self.backwards.add(stepped)
+        record = Record(optimizer, rows, Pending(events), ranks, check)
+        self.records.add(record)
         try:
-            StepHook(stepped, self.backwards)  # the optimizer holds it
-            apex_face.put_on(optimizer, stepped)
+            apex_face.put_on(optimizer, record, self.records, StepHook(record, self.records))
         except BaseException:
             self._let_go(optimizer)
             raise
-        return stepped
+        return record
 
-    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Stepper:
+    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Record:
         """Add an optimizer for `Engine.look_after`."""
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
@@ -238,45 +239,53 @@ class Initialized:
         return self.look_after(optimizer, Rows(optimizer), events)
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
-        """Add a wrapper of an initialized optimizer, until `release`.
-
-        A hook unscales gradients that `delay_unscale` left scaled before LARC's step reads them.
-        """
+        """Add a wrapper of an initialized optimizer, until `release`. LARC adapts gradients on the masters."""
         if wrapper in self._wrappers:
             return
-        stepped = self.backwards.get(inner)
-        assert stepped is not None, "it was asked for before"
+        record = self.records.get(inner)
+        assert record is not None, "it was asked for before"
         if isinstance(wrapper, LARC):
-            self._wrappers[wrapper] = wrapper.register_step_pre_hook(
-                lambda _: self.backwards.close_windows_into(stepped)
-            )
+            self._wrappers[wrapper] = wrapper.register_context(lambda: self.on_masters(record))
         else:
-            if stepped.rows.splits:
-                refuse_around_split(wrapper)
+            if record.rows.kind is not None:
+                refuse_around_masters(wrapper)
             self._wrappers[wrapper] = None
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                 # After torch's zero_grad() the class's step reads these, and not every class has them. They stay.
                 vars(wrapper).setdefault(hooks, OrderedDict())
-            stepped.wrapped_by(wrapper)
-            self._follow_masters()
-        apex_face.put_on(wrapper, stepped)
+        apex_face.put_on(wrapper, record, self.records)
+
+    @contextmanager
+    def on_masters(self, record: Record) -> Iterator[None]:
+        """A context in which groups and state of an optimizer have its masters, which show unscaled gradients."""
+        self.records.close_into(record)
+        record.look_for_parameters(rounds=True)
+        if record.rows.is_shown or not record.rows.makes_masters:
+            yield
+            return
+        record.hand_out()
+        try:
+            with record.rows.shown():
+                yield
+        finally:
+            record.take_gradients()
 
     def release(self) -> None:
         """Undo every `add`, also if ranks cannot agree on an overflow; what an interrupt left, the next call undoes.
 
         Optimizers come first: their masters go into the models as exact FP32 values.
         """
-        for wrapper, handle in self._wrappers.items():
-            if handle is not None:
-                handle.remove()
+        for wrapper, remove in self._wrappers.items():
+            if remove is not None:
+                remove()
             apex_face.take_off(wrapper)
         self._wrappers.clear()
         collectives.unwatch(self)
-        self.backwards.unlisted.end()
-        optimizers = self.backwards.optimizers
+        let_strangers_be(self)
+        optimizers = self.records.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         # Parameters with masters are FP32 in between, even if they end as half.
-        mastered = {id(p) for one in self.backwards.all if one.rows.writes_parameters for p in one.rows.columns.params}
+        mastered = {id(p) for one in self.records.all if one.rows.kind is not None for p in one.columns.params}
         with ExitStack() as undo:
             undo.callback(self._release_models)
             for optimizer in reversed(optimizers):
@@ -286,7 +295,7 @@ class Initialized:
         )
 
     def _release_models(self) -> None:
-        if self.backwards.all:  # after an interrupt masters may be left, whose exact values casts would round
+        if self.records.all:  # after an interrupt masters may be left, whose exact values casts would round
             return
         remove_unused()
         for cast_model in reversed(self._cast_models):
@@ -297,10 +306,30 @@ class Initialized:
         for optimizer in [*self._state_follows_cast]:
             _match_state_to_parameters(optimizer)
         self._state_follows_cast.clear()
+        while self._of_any_grad_dtype:
+            param, chosen = self._of_any_grad_dtype[-1]
+            grad, param.grad = param.grad, None
+            param.grad_dtype = chosen or param.dtype
+            param.grad = None if grad is None else grad.to(param.grad_dtype)
+            self._of_any_grad_dtype.pop()
+
+    def _refuse_stranger(self, optimizer: Optimizer) -> None:
+        """Raise AmpStateError for an optimizer that would step half parameters of a model that has masters."""
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model in self.models:
+            for name, p in model.named_parameters():
+                if id(p) in ids and p.requires_grad and is_low_precision(p):
+                    kind = type(optimizer).__name__
+                    raise AmpStateError(
+                        f"This {kind} was not passed to amp.initialize, and would step {name} in "
+                        f"{dtype_name(p.dtype)}, where small updates are lost; at O2 and O5 FP32 masters are stepped.  "
+                        "Nothing was stepped.  "
+                        f"Call amp.initialize(model, optimizer, opt_level=...) with this {kind}, before its first step."
+                    )
 
     def stepped_params(self) -> list[nn.Parameter]:
         """The models' parameters that an optimizer steps, each once."""
-        return list({id(p): p for one in self.backwards.all for p in one.rows.columns.params}.values())
+        return list({id(p): p for one in self.records.all for p in one.columns.params}.values())
 
     def _take_in(
         self,
@@ -313,14 +342,13 @@ class Initialized:
         # Shards are FP32 and need no masters.
         in_shards = steps_shards(optimizer)
         is_split = policy.master_weights == "split"
-        rows: Rows
         if is_split:
-            rows = SplitRows(optimizer, exact)
+            rows = Rows(optimizer, Remainder, exact)
         elif policy.master_weights and not in_shards:
-            rows = MasterRows(optimizer, exact, adopt_data_writes)
+            rows = Rows(optimizer, Master, exact)
         else:
-            rows = Rows(optimizer, request.half_weights[request.optimizers.index(optimizer)])
-        has_masters = rows.makes_masters or rows.splits
+            rows = Rows(optimizer, halves=request.half_weights[request.optimizers.index(optimizer)])
+        has_masters = rows.kind is not None
         try:
             if has_masters:
                 rows.keep()
@@ -331,31 +359,27 @@ class Initialized:
             in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
             ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
             check = refusal_of_replaced(request.models, self._scaling)
-            stepped = self.look_after(optimizer, rows, self.backwards.events, ranks, check)
+            record = self.look_after(optimizer, rows, self.records.events, ranks, check)
+            record.keeps_half = request.keeps_half and rows.makes_masters
             if is_split or request.moment_dtype is not torch.float32:
-                stepped.require_kernels(request.moment_dtype)
+                record.require_kernels(request.moment_dtype)
         except BaseException:
-            rows.release()
+            self._of_any_grad_dtype += rows.release()
             raise
 
-    def _follow_masters(self) -> None:
-        """Make models follow masters, if any of these are written outside of their optimizer's step."""
-        if any(one.rows.makes_masters and one.rows.written_outside for one in self.backwards.all):
-            for cast_model in self._cast_models:
-                cast_model.follow_masters()
-
     def _let_go(self, optimizer: Optimizer) -> None:
-        stepped = self.backwards.get(optimizer)
-        if stepped is None:
+        record = self.records.get(optimizer)
+        if record is None:
             return
         remove_hooks(optimizer)
         may_be_bad = True
         try:
-            may_be_bad = stepped.may_have_overflowed()
+            may_be_bad = record.may_have_overflowed()
         finally:
-            stepped.release(may_be_bad)
-            apex_face.take_off(optimizer)  # lets go of the Stepper
-            self.backwards.remove(optimizer)
+            release_fused_step(optimizer)
+            self._of_any_grad_dtype += record.release(may_be_bad)
+            apex_face.take_off(optimizer)  # lets go of the record
+            self.records.remove(optimizer)
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:

@@ -42,6 +42,7 @@ class Request:
         casts_everywhere: True if functions are cast in the whole process, False: in forwards of the models.
         half_weights: the HalfWeights of each optimizer, or None if its low-precision weights are allowed.
         skips: the backwards under a static scale whose overflow skips the step.
+        keeps_half: True if half gradients stay scaled until the step.
     """
 
     models: list[nn.Module]
@@ -56,6 +57,7 @@ class Request:
     casts_everywhere: bool
     half_weights: list[HalfWeights | None]
     skips: Skips
+    keeps_half: bool
 
 
 def checked(
@@ -72,7 +74,7 @@ def checked(
 
     Args:
         given: overrides of the level's properties, or None for no override; and `cast_inputs`, `cast_model_outputs`,
-            `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts` of `initialize`.
+            `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts`, `gradients` of `initialize`.
         hard_override: print complaints about overrides that do not fit the level instead of raising them.
         allow_half: `_amp_state.allow_incoming_model_not_fp32`.
 
@@ -80,6 +82,7 @@ def checked(
     """
     arguments.check_cudnn()
     check_casts(given["casts"])
+    arguments.check_gradients(given["gradients"])
     defaults = levels.level(opt_level)
     policy = defaults.override(**{name: given[name] for name in _OF_LEVEL})
     if hard_override:
@@ -125,6 +128,7 @@ def checked(
         given["casts"] == "everywhere",
         halves,
         skips,
+        given["gradients"] == "half",
     )
 
 

@@ -10,24 +10,22 @@ from torch import nn
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, has_ranks, is_any_sharded
 from amp_engine.scaling.losses import Scaling
-from amp_engine.stepping.stepper import Stepper
+from amp_engine.stepping.record import Record
 
 
-def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callable[[Stepper], None]:
+def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callable[[Record], None]:
     """A check that raises AmpStateError if `models` were sharded after this call."""
     if any(map(is_any_sharded, models)):
-        return lambda stepped: None
+        return lambda record: None
     # Ids, because torch cannot swap a parameter that has a weak reference.
     before = [(weakref.ref(model), {id(param) for param in model.parameters()}) for model in models]
 
-    def check(stepped: Stepper) -> None:
+    def check(record: Record) -> None:
         if not has_ranks():
             return
-        params = stepped.rows.columns.params
+        params = record.columns.params
         # Each rank decides on its own shards, unless process_group named the ranks that agree.
-        needs_whole = (
-            stepped.rows.makes_masters or stepped.rows.splits or (scaling.is_active and not stepped.ranks.are_said)
-        )
+        needs_whole = record.rows.kind is not None or (scaling.is_active and not record.ranks.are_said)
         for ref, ids in before:
             model = ref()
             ours = {id(param) for param in params} & ids
@@ -38,15 +36,15 @@ def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callab
             if wrapper is not None and (is_gone or needs_whole):
                 what = "has replaced" if is_gone else "has made shards of"
                 name = type(wrapper).__name__
-                raise AmpStateError(_text(stepped, model, f"{name} {what}", f"{name}(model)", is_gone))
+                raise AmpStateError(_text(record, model, f"{name} {what}", f"{name}(model)", is_gone))
             if is_gone and wrapper is None and is_any_sharded(model):
-                raise AmpStateError(_text(stepped, model, "DTensors have replaced", "fully_shard(model)", True))
+                raise AmpStateError(_text(record, model, "DTensors have replaced", "fully_shard(model)", True))
 
     return check
 
 
-def _text(stepped: Stepper, model: nn.Module, what: str, call: str, is_gone: bool) -> str:
-    optimizer = type(stepped.optimizer).__name__
+def _text(record: Record, model: nn.Module, what: str, call: str, is_gone: bool) -> str:
+    optimizer = type(record.optimizer).__name__
     why = (
         f"{optimizer} steps the old ones, so they would never train"
         if is_gone

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from amp_engine.integrations.extras import needs
-from amp_engine.stepping.clipping import of_parameters
 
 with needs("timm"):
     from timm.utils import NativeScaler
@@ -49,6 +48,6 @@ class AmpScaler(NativeScaler):
             elif clip_mode == "value":
                 amp.clip_grad_value_(clipped, clip_grad)
             else:
-                dispatch_clip_grad(of_parameters(clipped, ()).weights, clip_grad, mode=clip_mode)
+                dispatch_clip_grad(clipped, clip_grad, mode=clip_mode)
         self._scaler.step(optimizer)
         self._scaler.update()

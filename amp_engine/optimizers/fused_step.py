@@ -68,10 +68,9 @@ class StepInput:
         weights: n, the tensors to step: `params`, except for shards and an optimizer with masters of its own.
         gradients: n; of the weights' shapes, or None.
         copies: n low-precision parameters that the new weights are rounded into, or None each; None: there are none.
+            Where other code wrote one of them, it replaces the weight.
         scaled: n; 1 for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
         are_plain: True if all gradients are known to be dense, of the kernels' types, and laid out as their weights.
-        slots: n; the Slot of each gradient. Like `are_held` for the rows that the input comes from.
-        are_held: True if no weight that has a copy has a gradient in its `.grad`.
         is_current: True if this step can use the tables of the last one; `FusedStep.plan` sets it.
     """
 
@@ -81,8 +80,6 @@ class StepInput:
     copies: Sequence[Tensor | None] | None
     scaled: bytes
     are_plain: bool = False
-    slots: bytes = b""
-    are_held: bool = False
     is_current: bool = False
 
 
@@ -177,7 +174,7 @@ class FusedStep:
                     "the last step, and what is made once for them cannot be made inside of a capture.  Run at least "
                     "one iteration (scale_loss, backward, step, zero_grad) outside of it first."
                 )
-            self._build(step.params, weights, copies, gradients)
+            self._build(step.params, weights, copies, gradients, adopts=step.copies is not None)
         groups = [self.rule.hyperparameters(group) for group in optimizer.param_groups]
         for table in self._tables:
             device, rows = table.device, table.rows
@@ -295,6 +292,7 @@ class FusedStep:
         weights: Sequence[Tensor],
         copies: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
+        adopts: bool,
     ) -> None:
         optimizer = self._live_optimizer()
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
@@ -326,6 +324,7 @@ class FusedStep:
                 groups=[group_of[i] for i in rows],
                 inner=[optimizer.state.get(params[i], {}) for i in rows],
                 start=[start[i] for i in rows],
+                adopts=adopts,
             )
             for device, rows in by_device.items()
         ]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import is_low_precision
@@ -58,14 +56,14 @@ class LARC:
         self.trust_coefficient = trust_coefficient
         self.eps = eps
         self.clip = clip
-        self._step_pre_hooks: OrderedDict[int, Callable[[LARC], None]] = OrderedDict()
+        self._contexts: list[Callable[[], AbstractContextManager[None]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("optim", "trust_coefficient", "eps", "clip")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._step_pre_hooks = OrderedDict()
+        self._contexts = []
 
     def __repr__(self) -> str:
         return (
@@ -103,11 +101,10 @@ class LARC:
         """Add a group to the inner optimizer."""
         self.optim.add_param_group(param_group)
 
-    def register_step_pre_hook(self, hook: Callable[[LARC], None]) -> RemovableHandle:
-        """Call `hook(larc)` at the beginning of each step, before gradients are read."""
-        handle = RemovableHandle(self._step_pre_hooks)
-        self._step_pre_hooks[handle.id] = hook
-        return handle
+    def register_context(self, make: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+        """Adapt gradients inside of a context that `make` returns, until the returned function is called."""
+        self._contexts.append(make)
+        return lambda: self._contexts.remove(make)
 
     def step(self, closure: None = None) -> Any:
         """Adapt the gradients in place, then step the inner optimizer. No host sync of its own.
@@ -119,12 +116,13 @@ class LARC:
                 "LARC.step() takes no closure.  Run its forward and backward yourself, then call step() without "
                 "arguments."
             )
-        for hook in list(self._step_pre_hooks.values()):
-            hook(self)
-        by_group = [_with_gradients(group["params"]) for group in self.param_groups]
-        for group, alike in zip(self.param_groups, by_group, strict=True):
-            for params, grads in alike:
-                self._adapt(group, params, grads)
+        with ExitStack() as contexts:
+            for make in self._contexts:
+                contexts.enter_context(make())
+            by_group = [_with_gradients(group["params"]) for group in self.param_groups]
+            for group, alike in zip(self.param_groups, by_group, strict=True):
+                for params, grads in alike:
+                    self._adapt(group, params, grads)
         with _without_weight_decay(self.optim):
             return self.optim.step()
 

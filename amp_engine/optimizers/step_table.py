@@ -30,6 +30,7 @@ class Table:
         groups: list[int],
         inner: list[dict[str, Any]],
         start: list[float],
+        adopts: bool,
     ) -> None:
         self.rows = rows
         self.device = device
@@ -51,7 +52,7 @@ class Table:
             norms = moved(torch.tensor(known, dtype=torch.float32, device="cpu"), device)
             self._entries.append((NORM, _put(inner, NORM, norms)))
         self.native = kernels.step_table(
-            rule.formula, weights, copies, _local(state1), _local(state2), groups, self.steps, norms
+            rule.formula, weights, copies, _local(state1), _local(state2), groups, self.steps, norms, adopts
         )
 
     def is_current(self) -> bool:

@@ -15,7 +15,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.initialization.cast_model import CastInputs, without_casts
 from amp_engine.stepping.exact import float32_of
-from amp_engine.stepping.rows import follow_masters_in_eager
+from amp_engine.stepping.rows import round_written
 
 MultiAvgFn = Callable[[Any, Any, Any], None]
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
@@ -79,7 +79,7 @@ def averaged_weights(model: nn.Module, averaged: nn.Module) -> Iterator[None]:
     that were written.
     """
     weights, buffers, values = _paired(model, averaged)
-    follow_masters_in_eager(model, ())  # else the first forward would, over the average
+    round_written(model, ())  # else the first forward would, over the average
     tensors = [*weights, *buffers]
     before = [tensor.detach().clone() for tensor in tensors]
     versions = [weight._version for weight in weights]

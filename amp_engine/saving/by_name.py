@@ -25,10 +25,9 @@ from amp_engine.initialization.arguments import as_optimizers
 from amp_engine.initialization.as_it_came import tensors_in_half
 from amp_engine.initialization.state_dict import memory_of
 from amp_engine.optimizers import LARC, inner_of
+from amp_engine.stepping.beside import masters_of, rounds_to_params
 from amp_engine.stepping.exact import exact_of, exact_value, float32_of
-from amp_engine.stepping.ghost import ghost
-from amp_engine.stepping.master import masters_of, rounds_to_params
-from amp_engine.stepping.own_step import unhooked_step
+from amp_engine.stepping.step import ghost_of, unhooked_step
 
 # torch.compile and activation checkpointing add these to names; torch.distributed.checkpoint removes them, too.
 _OF_WRAPPERS = (f"{COMPILED}.", "_checkpoint_wrapped_module.")
@@ -258,11 +257,14 @@ def _will_begin(optimizer: Optimizer, indices: Sequence[int]) -> dict[int, Any]:
     """Return the state by index, every value 0, that weights at `indices` would have after a step. Steps copies."""
     if not indices:
         return {}
-    double, wanted, places = ghost(optimizer), set(indices), count()
-    for group, own in zip(double.param_groups, optimizer.param_groups, strict=True):
+    wanted, places, groups = set(indices), count(), list[dict[str, Any]]()
+    for own in optimizer.param_groups:
+        group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
         group["params"] = [_copy_with_gradient(weight) for weight in own["params"] if next(places) in wanted]
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        groups.append(group)
+    double = ghost_of(optimizer, groups)
     try:
         with float_region():
             unhooked_step(optimizer)(double)

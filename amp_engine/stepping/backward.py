@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from amp_engine import kernels
 from amp_engine.ground.devices import moved, number_on
 from amp_engine.ground.distributed import has_ranks
 from amp_engine.scaling.outcome import Outcome, travels
@@ -17,7 +19,20 @@ from amp_engine.scaling.scaler import LossScaler, ScaleUpdate
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.forward_order import CHECKPOINTED, Order, Origin
 from amp_engine.stepping.reduction import Reduction
-from amp_engine.stepping.slots import Checked
+
+
+class Checked(NamedTuple):
+    """The result of one check of a list of gradients.
+
+    Attributes:
+        params: n; the model's parameters.
+        arrived: n; 0 where no gradient was checked.
+        checks: checks of the gradients as they arrived, still scaled; 0 where none arrived.
+    """
+
+    params: Sequence[nn.Parameter]
+    arrived: bytes
+    checks: kernels.Checks
 
 
 @dataclass

@@ -6,51 +6,53 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import is_lazy, tensor_lists
-from amp_engine.stepping.master import masters_of
+from amp_engine.stepping.record import Record
 from amp_engine.stepping.reduction import norm_over
-from amp_engine.stepping.stepper import Stepper
 
 
 class Clipped(NamedTuple):
     """The gradients that a call clips.
 
     Attributes:
-        weights: have the gradients in `.grad`; can be iterated only once.
-        involved: the Steppers of these weights.
-        is_whole: True if `weights` are exactly those of one optimizer.
+        params: have the gradients in `.grad`; can be iterated only once.
+        involved: the records of these parameters.
+        is_whole: True if `params` are exactly those of one optimizer.
     """
 
-    weights: Iterable[Tensor]
-    involved: list[Stepper]
+    params: Iterable[Tensor]
+    involved: list[Record]
     is_whole: bool
 
 
-def of_optimizer(groups: Sequence[dict[str, Any]], stepped: Stepper | None) -> Clipped:
-    """Return the gradients that an optimizer steps; `stepped` is None if it was not initialized."""
-    weights = (p for group in groups for p in group["params"])  # listed only if their gradients are to be read
-    return Clipped(weights, [] if stepped is None else [stepped], True)
+def of_optimizer(groups: Sequence[dict[str, Any]], record: Record | None) -> Clipped:
+    """Return the gradients that an optimizer steps; `record` is None if it was not initialized."""
+    params = (p for group in groups for p in group["params"])  # listed only if their gradients are to be read
+    return Clipped(params, [] if record is None else [record], True)
 
 
-def of_parameters(params: Sequence[Tensor], everyone: Sequence[Stepper]) -> Clipped:
-    """Return the gradients that optimizers step for `params`, which are parameters of a model or masters."""
-    weights: list[Tensor] = []
-    for param in params:
-        masters = [one.weight for one in masters_of(param)] if isinstance(param, nn.Parameter) else []
-        weights += masters or [param]
-    ids = {id(one) for one in (*params, *weights)}
+def of_parameters(given: Sequence[Tensor], everyone: Sequence[Record]) -> Clipped:
+    """Return the gradients of `given`, which are parameters of a model or masters."""
+    ids = set(map(id, given))
+    owned: dict[int, Tensor] = {}
+    for one in everyone:
+        for beside, weight in zip(one.columns.beside, one.columns.weights, strict=True):
+            if beside is not None and id(weight) in ids:
+                owned[id(weight)] = beside.param
+    params = [owned.get(id(p), p) for p in given] if owned else list(given)
+    ids = set(map(id, params))
     involved = [one for one in everyone if not ids.isdisjoint(one.param_ids())]
     if len(involved) != 1:
-        return Clipped(weights, involved, False)
+        return Clipped(params, involved, False)
     own = involved[0].param_ids()
     is_whole = ids >= own and all(id(p) in own or p.grad is None for p in params)
-    return Clipped(weights, involved, is_whole)
+    return Clipped(params, involved, is_whole)
 
 
 def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -68,9 +70,9 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
             )
         if parts is None:
             parts = one.ranks.of_parts()
-    stepped = clipped.involved[0] if clipped.is_whole and clipped.involved else None
-    taken = None if stepped is None else stepped.grad_norm(float(norm_type))
-    params = [] if taken is not None else _with_readable_gradients(clipped.weights)
+    record = clipped.involved[0] if clipped.is_whole and clipped.involved else None
+    taken = None if record is None else record.whole_norm(float(norm_type))
+    params = [] if taken is not None else _with_readable_gradients(clipped)
     norm = _total_norm(params, norm_type) if taken is None else taken
     if parts is not None:
         norm = norm_over(parts, norm, float(norm_type))
@@ -84,29 +86,31 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
             f"The norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped.  Leave "
             "out error_if_nonfinite=True to have the step skipped instead."
         )
-    if stepped is None or taken is None:
+    if record is None or (taken is None and not record.can_clip_in_step()):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        for one in clipped.involved:
+            one.note_clipped()
     else:
-        stepped.clip_grads_with_norm_(norm, float(max_norm))
+        record.clip_whole(norm, float(max_norm), is_seen=taken is not None)
         norm = tensor_lists.copy(norm)  # which the caller may write
-    for one in clipped.involved:
-        one.note_clipped()
     return norm
 
 
 def clip_grad_value_(clipped: Clipped, clip_value: float) -> None:
     """Clip each element of gradients to [-clip_value, clip_value]. No host sync."""
-    torch.nn.utils.clip_grad_value_(_with_readable_gradients(clipped.weights), clip_value)
+    torch.nn.utils.clip_grad_value_(_with_readable_gradients(clipped), clip_value)
     for one in clipped.involved:
         one.note_clipped()
 
 
-def _with_readable_gradients(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Return `weights`. Replaces lazy gradients, which torch's list operators cannot write, by clones."""
-    listed = [*weights]
-    for weight in listed:
-        if (grad := weight.grad) is not None and is_lazy(grad):
-            weight.grad = grad.clone()
+def _with_readable_gradients(clipped: Clipped) -> list[Tensor]:
+    """Return the parameters, with an earlier clipping done. Replaces lazy gradients by clones, which can be written."""
+    listed = [*clipped.params]
+    for one in clipped.involved:
+        one.complete_gradients()
+    for param in listed:
+        if (grad := param.grad) is not None and is_lazy(grad):
+            param.grad = grad.clone()
     return listed
 
 

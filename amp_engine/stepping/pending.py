@@ -149,6 +149,10 @@ class Pending:
         self.skips += 1
         self.skips_in_a_row += 1
 
+    def forget_backwards(self) -> None:
+        """Discard what is known of gradients that are gone, or that are checked anew."""
+        self.backwards, self._squares = [], []
+
     def forget(self) -> None:
         """Discard the backwards since the last step."""
         self.backwards, self._squares, self.accumulations = [], [], {}

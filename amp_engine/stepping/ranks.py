@@ -11,8 +11,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import groups_of_shards, has_ranks, wrappers_around
 from amp_engine.ground.torch_private import joins_uneven_inputs
 from amp_engine.stepping.arithmetic import is_zero
-from amp_engine.stepping.columns import Columns
-from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.rows import Columns, Rows
 
 
 class Ranks:
@@ -57,7 +56,7 @@ class Ranks:
         if self._wrappers is None and not has_ranks():
             return
         if self._wrappers is None or any(ref() is None for ref in self._wrappers):
-            self._wrappers = [weakref.ref(one) for one in wrappers_around(self._rows.columns.params)]
+            self._look_for_wrappers()
         if not self._wrappers:
             return
         if is_first and self._waiting:
@@ -77,6 +76,15 @@ class Ranks:
         self._local = [
             ref for ref in self._wrappers if (one := ref()) is not None and not one.require_backward_grad_sync
         ]
+
+    def has_wrappers(self) -> bool:
+        """True if a DistributedDataParallel reduces gradients of these parameters, as of the last `scale_loss`."""
+        if self._wrappers is None and has_ranks():
+            self._look_for_wrappers()
+        return any(ref() is not None for ref in self._wrappers or ())
+
+    def _look_for_wrappers(self) -> None:
+        self._wrappers = [weakref.ref(one) for one in wrappers_around(self._rows.columns.params)]
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the groups with other ranks, which agree on an overflow at the exit of this `scale_loss`.
@@ -135,5 +143,5 @@ class Ranks:
         """True if a parameter of `wrapper` has a gradient that is not 0. Waits for the device."""
         ids = {id(param) for param in wrapper.module.parameters()}
         columns = self._rows.columns
-        grads = (w.grad for w, p in zip(columns.weights, columns.params, strict=True) if id(p) in ids)
+        grads = (p.grad for p in columns.params if id(p) in ids)
         return any(grad is not None and not is_zero(grad) for grad in grads)

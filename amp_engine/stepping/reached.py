@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from amp_engine.stepping.forward_order import CHECKPOINT, leaf_of
-from amp_engine.stepping.stepper import Stepper
+from amp_engine.stepping.record import Record
 
 
-def reached_by(loss: Tensor, everyone: Sequence[Stepper]) -> list[Stepper]:
+def reached_by(loss: Tensor, everyone: Sequence[Record]) -> list[Record]:
     """Return those of `everyone` with a parameter to which a backward of `loss` gives a gradient, in their order.
 
     Walks the graph until all are found: with one optimizer, until one of its parameters is. Optimizers of shards count

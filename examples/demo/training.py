@@ -136,8 +136,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-    for group in optimizer.param_groups:
-        yield from group["params"]  # the masters, where the level has them
+    yield from amp.master_params(optimizer)  # FP32 ones, where the level has them
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 

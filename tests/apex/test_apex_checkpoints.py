@@ -22,10 +22,10 @@ from tests.support import (
     LEVELS,
     MASTER_LEVELS,
     assert_bitwise,
-    group_params,
     masters,
     scaler_numbers,
     train,
+    weights_of,
 )
 
 APEX_LEVELS = ("O0", "O1", "O2", "O3")
@@ -103,8 +103,8 @@ def test_a_checkpoint_of_apex_resumes_at_any_level(written_at: str, level: str, 
     saved = written_by_apex(written_at)
     model, optimizer = resumed(through_a_file(saved), level, first)
 
-    for index, param in enumerate(group_params(optimizer)):
-        moments, expected = optimizer.state[param], saved["optimizer"]["state"][index]
+    for index, (param, moments) in enumerate(zip(weights_of(optimizer), optimizer.state.values(), strict=True)):
+        expected = saved["optimizer"]["state"][index]
         assert float(moments["step"]) == 40.0
         for name in ("exp_avg", "exp_avg_sq"):
             # O3 steps half parameters, and torch keeps their moments in half.
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_apex_resumes_at_any_level(written_at: str, level: str, 
     assert NORMED_MLP.loss(model, NORMED_MLP.batch(50)).item() < loss
     assert scaler_numbers()[0] == expected[0]
     assert level not in DYNAMIC_LEVELS or scaler_numbers()[1] == 77 + 12
-    assert all(float(optimizer.state[param]["step"]) == 52.0 for param in group_params(optimizer))
+    assert all(float(state["step"]) == 52.0 for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("first", ["initialize", "load"])

@@ -16,7 +16,7 @@ from amp_engine.apex import optimizers as apex_optimizers
 from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb
 from tests.models import MLP
 from tests.optimizers.support import CLASSES, HALVES, give, gradients, made, parameters
-from tests.support import assert_bitwise, backward, frozen, group_params, train
+from tests.support import assert_bitwise, backward, frozen, train, weights_of
 
 MODULES = {
     "fused_sgd": "FusedSGD",
@@ -39,7 +39,7 @@ def test_each_class_is_in_the_package_and_in_its_module(module: str) -> None:
 
 
 def run(optimizer: Any, steps: Any, scaler: torch.amp.GradScaler | None = None) -> None:
-    params = group_params(optimizer)
+    params = weights_of(optimizer)
     for index in steps:
         give(params, gradients(params, index))
         if scaler is None:

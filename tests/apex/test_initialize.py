@@ -23,11 +23,11 @@ from tests.support import (
     WEIGHT_DTYPE,
     assert_bitwise,
     backward,
-    group_params,
     left_alone,
     masters,
     scaler_numbers,
     train,
+    weights_of,
 )
 
 APEX_NAMES = (
@@ -66,6 +66,7 @@ OURS = {
     "skip_on_overflow": "auto",
     "allow_banned": False,
     "adopt_data_writes": False,
+    "gradients": "float32",
     "process_group": None,
     "moment_dtype": None,
     "casts": "everywhere",
@@ -378,7 +379,7 @@ def test_cast_model_type_false_leaves_the_model_and_keeps_the_rest(level: str) -
     params = list(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, cast_model_type=False, loss_scale="dynamic", verbosity=0)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
-    assert all(a is b for a, b in zip(group_params(optimizer), params, strict=True))
+    assert all(a is b for a, b in zip(weights_of(optimizer), params, strict=True))
     assert model(MLP.batch()[0].double().float()).dtype == torch.float32
     losses = train(NORMED_MLP, model, optimizer, "c" * 6 + "o" + "c" * 6)
     assert losses[-1] < losses[0]
@@ -422,11 +423,11 @@ def test_masters_stand_in_the_groups_at_once_and_are_the_values_before_the_cast(
     optimizer = sgd(model)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert_bitwise(masters(optimizer), exact)
-    assert {master.dtype for master in group_params(optimizer)} == {torch.float32}
-    assert all(master.requires_grad and master.is_leaf for master in group_params(optimizer))
+    assert {master.dtype for master in weights_of(optimizer)} == {torch.float32}
+    assert all(master.requires_grad and master.is_leaf for master in weights_of(optimizer))
     norm = model[1]
-    assert any(param is norm.weight for param in group_params(optimizer))
-    assert not any(param is model[0].weight for param in group_params(optimizer))
+    assert any(param is norm.weight for param in weights_of(optimizer))
+    assert not any(param is model[0].weight for param in weights_of(optimizer))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
@@ -488,7 +489,7 @@ def test_two_calls_of_initialize_for_two_networks_both_train(level: str) -> None
     assert scaler_numbers()[1] == 24 or level in ("O0", "O3", "O4")
     if level in ("O2", "O5"):
         half = first[0].weight
-        assert_bitwise(half.detach(), group_params(first_optimizer)[0].detach().to(half.dtype))
+        assert_bitwise(half.detach(), weights_of(first_optimizer)[0].detach().to(half.dtype))
 
 
 def test_a_second_initialize_brings_new_scalers() -> None:

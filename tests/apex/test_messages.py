@@ -468,7 +468,7 @@ def test_the_overflow_line_names_the_scaler_of_the_loss(
     [
         ("O1", {}),
         ("O2", {}),
-        ("O5", {}),
+        ("O5", {"loss_scale": 128.0}),
         ("O0", {"loss_scale": 128.0}),
         ("O3", {"loss_scale": "dynamic"}),
     ],
@@ -484,7 +484,7 @@ def test_a_closure_is_refused_and_nothing_moves(level: str, keywords: dict[str, 
     assert called == []
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
 def test_a_closure_runs_where_there_is_nothing_to_scale(level: str) -> None:
     model, optimizer = pair()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)

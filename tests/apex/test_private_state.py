@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_engine import amp
-from amp_engine.apex.amp._amp_state import _amp_state
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import LARC
 from amp_engine.scaling.scaler import LossScaler
@@ -27,8 +24,8 @@ from tests.support import (
     MASTER_LEVELS,
     assert_bitwise,
     backward,
+    entries_of,
     frozen,
-    group_params,
     masters,
     train,
 )
@@ -345,7 +342,7 @@ def test_a_copy_of_the_optimizer_is_a_plain_one(level: str, duplicate: Any) -> N
     twin = duplicate(optimizer)
     assert [name for name in (*METHODS, "_amp_stash") if hasattr(twin, name)] == []
     before = frozen(dict(model.named_parameters()))
-    for param in group_params(twin):
+    for param in entries_of(twin):
         param.grad = torch.ones_like(param)
     twin.step()
     assert_bitwise(dict(model.named_parameters()), before)
@@ -376,23 +373,6 @@ def test_lazy_init_finds_parameters_that_are_new(level: str) -> None:
     assert any(param is model[0].weight for param in optimizer._amp_stash.all_fp16_params)
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_lazy_init_called_false_has_writes_through_data_taken_over_once(level: str) -> None:
-    model, optimizer = started(level)
-    assert optimizer._amp_stash.lazy_init_called is True
-    model[0].weight.data.fill_(0.5)
-    model[3].weight.data[0, 0] = 0.25
-    exact = masters(optimizer)[-2]
-    optimizer._amp_stash.lazy_init_called = False
-    assert optimizer._amp_stash.lazy_init_called is False
-    optimizer._amp_lazy_init()
-    assert optimizer._amp_stash.lazy_init_called is True
-    first, *_, last, _ = masters(optimizer)
-    assert first.unique().tolist() == [0.5]
-    exact[0, 0] = 0.25
-    assert_bitwise(last, exact)  # elements that were not written did not go through half
-
-
 def test_lazy_init_called_may_be_set_to_true() -> None:
     model, optimizer = started("O2")
     before = masters(optimizer)
@@ -401,120 +381,7 @@ def test_lazy_init_called_may_be_set_to_true() -> None:
     assert_bitwise(masters(optimizer), before)
 
 
-# --- a scale_loss of one's own ---------------------------------------------------------------------
-
-
-@contextmanager
-def own_scale_loss(
-    loss: Tensor, optimizers: Any, loss_id: int = 0, delay_unscale: bool = False, delay_overflow_check: bool = False
-) -> Iterator[Tensor]:
-    """A scale_loss as scripts built it on apex's private state, to change something about it."""
-    if not _amp_state.opt_properties.enabled:
-        yield loss
-        return
-    optimizers = [optimizers] if isinstance(optimizers, (Optimizer, LARC)) else optimizers
-    own = _amp_state.loss_scalers[loss_id]
-    scale = own.loss_scale()
-    if not _amp_state.opt_properties.master_weights and not own.dynamic and scale == 1.0:
-        yield loss.float()
-        if _amp_state.opt_properties.patch_torch_functions:
-            _amp_state.handle._clear_cache()
-        return
-    if not delay_unscale:
-        for optimizer in optimizers:
-            if not optimizer._amp_stash.params_have_scaled_gradients:
-                optimizer._prepare_amp_backward()
-    yield loss.float() * scale
-    if delay_unscale:
-        for optimizer in optimizers:
-            optimizer._amp_stash.params_have_scaled_gradients = True
-        return
-    own.clear_overflow_state()
-    for optimizer in optimizers:
-        optimizer._post_amp_backward(own)
-        optimizer._amp_stash.params_have_scaled_gradients = False
-    should_skip = False if delay_overflow_check else own.update_scale()
-    if should_skip:
-        for optimizer in optimizers:
-            if not optimizer._amp_stash.already_patched:
-                optimizer.step = skip_once(optimizer)
-                optimizer._amp_stash.already_patched = True
-    if _amp_state.opt_properties.patch_torch_functions:
-        _amp_state.handle._clear_cache()
-
-
-def skip_once(optimizer: Any) -> Any:
-    step = optimizer.step
-
-    def skip(closure: Any = None) -> None:
-        for param in optimizer._amp_stash.all_fp32_from_fp16_params:
-            param.grad = None
-        optimizer.step = step
-        optimizer._amp_stash.already_patched = False
-
-    return skip
-
-
-class Own:
-    """`amp`, but for its `scale_loss`."""
-
-    scale_loss = staticmethod(own_scale_loss)
-
-
-OPTIMIZERS = {
-    "sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
-    "adam": lambda params, lr: torch.optim.Adam(params, lr, eps=1e-4),
-    "larc": lambda params, lr: LARC(torch.optim.SGD(params, lr, momentum=0.9)),
-    "rmsprop": lambda params, lr: torch.optim.RMSprop(params, lr, eps=1e-4),  # not stepped by our kernels
-}
-
-
-@pytest.mark.parametrize("outcomes", ["cccc", "coccoc", "oocc"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_ones_own_scale_loss_trains_as_the_engines(level: str, name: str, outcomes: str) -> None:
-    ends = []
-    for engine in (amp, Own):
-        model, optimizer = started(level, OPTIMIZERS[name], loss_scale="dynamic")
-        losses = train(NORMED_MLP, model, optimizer, outcomes, engine=engine)
-        ends.append((losses, masters(optimizer), frozen(dict(model.named_parameters())), dict(amp.state_dict())))
-        amp.close()
-    assert_bitwise(ends[1], ends[0])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_ones_own_scale_loss_accumulates_and_clips(level: str) -> None:
-    ends = []
-    for engine in (amp, Own):
-        model, optimizer = started(level, loss_scale="dynamic", num_losses=2)
-        scaler(1)._loss_scale = 2.0**9
-        for index in range(3):
-            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, engine=engine)
-            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index + 9)), optimizer, engine=engine, loss_id=1)
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append((masters(optimizer), dict(amp.state_dict())))
-        amp.close()
-    assert_bitwise(ends[1], ends[0])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_delay_unscale_of_ones_own_scale_loss_sums_what_was_left_scaled(level: str) -> None:
-    ends = []
-    for engine in (amp, Own):
-        model, optimizer = started(level, loss_scale="dynamic")
-        for index in range(2):
-            for part in range(3):
-                loss = NORMED_MLP.loss(model, NORMED_MLP.batch(3 * index + part))
-                backward(loss, optimizer, engine=engine, delay_unscale=part < 2)
-                assert optimizer._amp_stash.params_have_scaled_gradients is (part < 2)
-            optimizer.step()
-            for param in model.parameters():
-                param.grad = None
-        ends.append((masters(optimizer), dict(amp.state_dict())))
-        amp.close()
-    assert_bitwise(ends[1], ends[0])
+# --- around a backward of one's own ----------------------------------------------------------------
 
 
 def unscaled_gradients(level: str, scale: float) -> list[Tensor]:
@@ -526,70 +393,12 @@ def unscaled_gradients(level: str, scale: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_that_are_declared_scaled_are_unscaled_by_the_next_scale_loss(level: str) -> None:
-    """Pipelines run backward stage by stage, without amp, and unscale in the end."""
-    expected = unscaled_gradients(level, 2.0**10)
-    model, optimizer = started(level, loss_scale="dynamic", num_losses=2)
-    (NORMED_MLP.loss(model, NORMED_MLP.batch()).float() * 2.0**10).backward()
-    optimizer._amp_stash.params_have_scaled_gradients = True
-    scaler(1)._loss_scale = 2.0**10
-    with amp.scale_loss(torch.zeros(()), optimizer, loss_id=1):
-        pass
-    assert_bitwise([p.grad for p in amp.master_params(optimizer)], expected)
-    assert optimizer._amp_stash.params_have_scaled_gradients is False
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_post_backward_alone_unscales_what_is_there(level: str) -> None:
     expected = unscaled_gradients(level, 2.0**10)
     model, optimizer = started(level, loss_scale=2.0**10)
     (NORMED_MLP.loss(model, NORMED_MLP.batch()).float() * 2.0**10).backward()
     optimizer._post_amp_backward(scaler())
     assert_bitwise([p.grad for p in amp.master_params(optimizer)], expected)
-
-
-def test_gradients_that_are_declared_unscaled_are_left_as_they_are() -> None:
-    model, optimizer = started("O1", loss_scale=2.0**10)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, delay_unscale=True)
-    before = frozen([p.grad for p in model.parameters()])
-    optimizer._amp_stash.params_have_scaled_gradients = False
-    assert_bitwise([p.grad for p in model.parameters()], before)
-    assert optimizer._amp_stash.params_have_scaled_gradients is False
-
-
-def interrupted(model: Any, optimizer: Any) -> None:
-    with own_scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch(7)), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        raise OSError("no more")
-
-
-@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-@pytest.mark.parametrize("then", [amp, Own])
-def test_a_body_that_raised_in_ones_own_scale_loss_leaves_nothing_behind(level: str, then: Any) -> None:
-    expected = unscaled_gradients(level, 2.0**10)
-    model, optimizer = started(level, loss_scale=2.0**10)
-    with pytest.raises(OSError, match="no more"):
-        interrupted(model, optimizer)
-    model.load_state_dict(NORMED_MLP.model().state_dict())
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, engine=then)
-    assert_bitwise([p.grad for p in amp.master_params(optimizer)], expected)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_step_finds_gradients_that_were_declared_scaled(level: str) -> None:
-    """The first loss scaler counts, as no other is named."""
-    ends = []
-    for declared in (False, True):
-        model, optimizer = started(level, loss_scale=2.0**10)
-        if declared:
-            (NORMED_MLP.loss(model, NORMED_MLP.batch()).float() * 2.0**10).backward()
-            optimizer._amp_stash.params_have_scaled_gradients = True
-        else:
-            backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-        optimizer.step()
-        ends.append(masters(optimizer))
-        amp.close()
-    assert_bitwise(ends[1], ends[0])
 
 
 def test_preparing_inside_of_scale_loss_is_refused() -> None:
@@ -599,40 +408,6 @@ def test_preparing_inside_of_scale_loss_is_refused() -> None:
         amp.scale_loss(torch.ones(()), optimizer),
     ):
         optimizer._prepare_amp_backward()
-
-
-@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-def test_a_skip_that_the_engine_has_pending_shows_and_is_not_doubled(level: str) -> None:
-    model, optimizer = started(level)
-    batch = NORMED_MLP.batch()
-    backward(NORMED_MLP.loss(model, batch), optimizer)
-    assert optimizer._amp_stash.already_patched is False
-    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True)
-    assert optimizer._amp_stash.already_patched is True
-    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True, engine=Own)
-    assert "step" not in vars(optimizer)
-    before = masters(optimizer)
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-    assert optimizer._amp_stash.already_patched is False
-
-
-@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-def test_a_skip_of_ones_own_takes_the_engines_verdicts_with_it(level: str) -> None:
-    model, optimizer = started(level)
-    batch = NORMED_MLP.batch()
-    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True, engine=Own)
-    assert optimizer._amp_stash.already_patched is True
-    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True)
-    before = masters(optimizer)
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-    assert optimizer._amp_stash.already_patched is False
-    assert amp.current_engine().step_was_skipped(optimizer)
-    optimizer.zero_grad()
-    backward(NORMED_MLP.loss(model, batch), optimizer)
-    optimizer.step()
-    assert not torch.equal(masters(optimizer)[0], before[0])
 
 
 # --- the BERT pretraining scripts ------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_engine import AmpStateError, amp
 from amp_engine.casting.keep_float import is_kept
-from tests.support import HALF, assert_bitwise, backward, group_params
+from tests.support import HALF, assert_bitwise, backward, weights_of
 
 HALF_LEVELS = ("O2", "O3", "O5")
 MASTER_LEVELS = ("O2", "O5")
@@ -94,8 +94,8 @@ def test_an_fp32_parameter_of_a_half_model_is_its_own_master(level: str) -> None
     model = loaded(HALF[level])
     optimizer = adamw(model)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
-    assert any(p is model.A_log for p in group_params(optimizer))
-    assert any(p is model.wo.weight for p in group_params(optimizer))
+    assert any(p is model.A_log for p in weights_of(optimizer))
+    assert any(p is model.wo.weight for p in weights_of(optimizer))
     twin = nn.Parameter(model.A_log.detach().clone())
     plain = torch.optim.AdamW([twin], lr=1e-2)
     for _ in range(3):
@@ -501,7 +501,7 @@ def test_options_of_torch_for_conversions_change_no_object(level: str, option: s
     finally:
         switch(False)
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
-    assert all(p is q for p, q in zip(group_params(optimizer), before, strict=True))
+    assert all(p is q for p, q in zip(weights_of(optimizer), before, strict=True))
     assert set(dtypes(model).values()) == {torch.float32, torch.int64}
 
 

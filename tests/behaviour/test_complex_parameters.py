@@ -93,17 +93,6 @@ def test_an_imaginary_part_that_is_not_finite_skips_the_step(level: str, part: A
     assert_bitwise(model.filter.detach(), before)
 
 
-def test_a_gradient_that_no_optimizer_of_the_loss_steps_is_unscaled() -> None:
-    model = Spectrum()
-    optimizer = torch.optim.SGD([model.bias], lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
-    loss = loss_of(model, 0)
-    expected = torch.autograd.grad(loss, model.filter, retain_graph=True)[0]
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert torch.allclose(model.filter.grad, expected, rtol=1e-6)
-
-
 def test_gradients_that_are_taken_by_hand_are_unscaled() -> None:
     model = Spectrum()
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", loss_scale=128.0, verbosity=0)

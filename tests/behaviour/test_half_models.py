@@ -22,9 +22,9 @@ from tests.support import (
     LEVELS,
     assert_bitwise,
     backward,
-    group_params,
     left_alone,
     train,
+    weights_of,
 )
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -217,7 +217,7 @@ def test_half_weights_are_let_through_where_that_was_asked_for_and_it_is_said_on
     assert warning.category is AmpWarning
     assert "AdamW steps first.weight (and 5 more) in bfloat16" in str(warning.message)
     assert "leaves most bfloat16 weights where they were" in str(warning.message)
-    assert {p.dtype for p in group_params(optimizer)} == {torch.bfloat16}
+    assert {p.dtype for p in weights_of(optimizer)} == {torch.bfloat16}
     add_a_group(model, optimizer)
     with pytest.warns(AmpWarning, match=r"late\.weight \(and 1 more\)"):
         train(MLP, model, optimizer, "c")
@@ -244,9 +244,9 @@ def test_master_weights_give_half_parameters_masters_and_leave_the_others(
     model = Normed(torch.float32)
     model.first.to(dtype)
     optimizer = make(model.parameters())
-    start = [p.detach().float().clone() for p in group_params(optimizer)]
+    start = [p.detach().float().clone() for p in weights_of(optimizer)]
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, master_weights=True)
-    weights = group_params(optimizer)
+    weights = weights_of(optimizer)
     assert [w is p for w, p in zip(weights, model.parameters(), strict=True)] == [False] * 2 + [True] * 4
     assert {w.dtype for w in weights} == {torch.float32}
     train(MLP, model, optimizer, "cccccccc")
@@ -333,7 +333,7 @@ def test_close_gives_a_half_model_back_in_half_with_an_optimizer_that_steps_it(l
     expected = {name: value.to(dtype) for name, value in model.state_dict().items()}
     amp.close()
     assert_bitwise(model.state_dict(), expected)
-    assert group_params(optimizer) == list(model.parameters())
+    assert weights_of(optimizer) == list(model.parameters())
     optimizer.zero_grad()
     model(torch.ones(2, 8)).float().square().mean().backward()
     optimizer.step()

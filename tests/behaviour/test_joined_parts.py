@@ -235,18 +235,6 @@ def test_modules_of_others_are_left_alone() -> None:
     assert "nothing.weight" not in model.state_dict()
 
 
-def test_a_gathered_gradient_joins_where_the_run_before_alone_was_scaled() -> None:
-    model, optimizer = started("O2")
-    step("O2", model, nn.Linear(8, 8).half(), optimizer)
-    amp.close()
-    model, optimizer = started("O2")
-    param = nn.Parameter(torch.ones(8))  # of no module
-    param.grad = torch.ones(8)
-    optimizer.add_param_group({"params": [param]})
-    with amp.scale_loss(model(torch.ones(2, 8)).float().mean(), optimizer) as scaled_loss:  # raises nothing
-        scaled_loss.backward()
-
-
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_an_fp32_part_that_joins_computes_and_trains_in_fp32(level: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from amp_engine import amp, kernels
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
-from tests.support import assert_bitwise, assert_same_step, backward, frozen, group_params
+from tests.support import MASTER_LEVELS, assert_bitwise, assert_same_step, backward, entries_of, frozen, weights_of
 
 LEVELS = ("O1", "O2", "O4", "O5")
 MAKES: dict[str, Callable[[Any], Optimizer]] = {
@@ -41,7 +41,7 @@ def iterate(model: nn.Module, optimizer: Optimizer, bare: Optimizer | None, inde
     images = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(index))[:, : model[0].weight.shape[1]]
     backward(model(images).float().square().mean(), optimizer)
     if bare is not None:
-        for ours, theirs in zip(group_params(optimizer), group_params(bare), strict=True):
+        for ours, theirs in zip(weights_of(optimizer), weights_of(bare), strict=True):
             theirs.grad = None if ours.grad is None else ours.grad.clone()
         bare.step()
     optimizer.step()
@@ -50,7 +50,7 @@ def iterate(model: nn.Module, optimizer: Optimizer, bare: Optimizer | None, inde
 
 def beside(optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> Optimizer:
     """A bare optimizer of copies of what `optimizer` steps, in plain order, with its state."""
-    bare = make([nn.Parameter(p.detach().clone().contiguous()) for p in group_params(optimizer)])
+    bare = make([nn.Parameter(p.detach().clone().contiguous()) for p in weights_of(optimizer)])
     if optimizer.state:
         bare.load_state_dict(frozen_state(optimizer))
     return bare
@@ -62,11 +62,11 @@ def frozen_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check(model: nn.Module, optimizer: Optimizer, bare: Optimizer) -> None:
-    for half, ours, theirs in zip(model.parameters(), group_params(optimizer), group_params(bare), strict=True):
+    for half, ours, theirs in zip(model.parameters(), weights_of(optimizer), weights_of(bare), strict=True):
         assert_same_step(optimizer, ours.detach().contiguous(), theirs.detach())
         assert_bitwise(half.detach(), ours.detach().to(half.dtype))
         for key, value in bare.state[theirs].items():
-            assert_same_step(optimizer, optimizer.state[ours][key].contiguous(), value.contiguous())
+            assert_same_step(optimizer, optimizer.state[half][key].contiguous(), value.contiguous())
 
 
 def initialized(name: str, level: str, model: nn.Module) -> Optimizer:
@@ -106,15 +106,13 @@ def test_a_model_is_moved_to_channels_last_and_trains_on(name: str, level: str, 
         iterate(model, optimizer, None, index)
     model.to(memory_format=torch.channels_last)
     if level in ("O2", "O5"):
-        amp.current_engine()._initialized.stepped_by(
-            optimizer
-        ).look_for_parameters()  # what scale_loss does at its entry
+        amp.current_engine()._initialized.record_of(optimizer).look_for_parameters()  # as scale_loss at its entry
     bare = beside(optimizer, MAKES[name])
     for index in (5, 6):
         iterate(model, optimizer, bare, index)
     if name in ("Adam", "SGD"):
         check(model, optimizer, bare)
-    for half, master in zip(model.parameters(), group_params(optimizer), strict=True):
+    for half, master in zip(model.parameters(), weights_of(optimizer), strict=True):
         assert_bitwise(half.detach(), master.detach().to(half.dtype))
 
 
@@ -130,7 +128,7 @@ def test_parameters_with_gaps_are_stepped_with_masters(name: str, level: str, dt
     if between != "before initialize":
         model[0].weight.data = torch.cat([model[0].weight.data] * 2, 1)[:, :3]
         assert not model[0].weight.is_contiguous()
-        amp.current_engine()._initialized.stepped_by(optimizer).look_for_parameters()
+        amp.current_engine()._initialized.record_of(optimizer).look_for_parameters()
     bare = beside(optimizer, MAKES[name])
     for index in range(2):
         iterate(model, optimizer, bare, index)
@@ -162,7 +160,7 @@ def test_state_in_another_order_or_type_is_gone_on_with(name: str, level: str, h
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
     def step(index: int) -> None:
-        for i, p in enumerate(group_params(optimizer)):
+        for i, p in enumerate(weights_of(optimizer)):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * index + i))
         optimizer.step()
 
@@ -172,7 +170,7 @@ def test_state_in_another_order_or_type_is_gone_on_with(name: str, level: str, h
             if isinstance(value, Tensor) and value.numel() > 1:
                 state[key] = relaid(value, how)
     bare = beside(optimizer, MAKES[name])
-    for i, (ours, theirs) in enumerate(zip(group_params(optimizer), group_params(bare), strict=True)):
+    for i, (ours, theirs) in enumerate(zip(entries_of(optimizer), weights_of(bare), strict=True)):
         theirs.grad = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(10 + i))
         for key, value in bare.state[theirs].items():
             dtype = optimizer.state[ours][key].dtype if name == "SGD" else value.dtype  # which torch's keeps
@@ -180,7 +178,7 @@ def test_state_in_another_order_or_type_is_gone_on_with(name: str, level: str, h
     step(1)
     with amp.disable_casts() if level != "alone" else nullcontext():
         bare.step()
-    for ours, theirs in zip(group_params(optimizer), group_params(bare), strict=True):
+    for ours, theirs in zip(weights_of(optimizer), weights_of(bare), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -232,11 +230,14 @@ def test_a_square_weight_that_is_transposed_where_it_lies_keeps_its_state_by_pla
         optimizer.step()
 
     step(torch.randn(4, 4))
-    (weight,) = group_params(optimizer)
-    weight.data = weight.data.t()
+    (weight,) = entries_of(optimizer)
     bare = beside(optimizer, MAKES[name])
+    weights_of(bare)[0].data = weights_of(bare)[0].data.t().contiguous()
+    weight.data = weight.data.t()
     grad = torch.randn(4, 4)
     step(grad)
-    group_params(bare)[0].grad = grad
+    weights_of(bare)[0].grad = grad
     bare.step()
-    torch.testing.assert_close(weight, group_params(bare)[0], rtol=1e-5, atol=1e-6)
+    # What was written into a half parameter has its digits.
+    rtol, atol = (1e-2, 1e-2) if level in MASTER_LEVELS else (1e-5, 1e-6)
+    torch.testing.assert_close(weights_of(optimizer), weights_of(bare), rtol=rtol, atol=atol)

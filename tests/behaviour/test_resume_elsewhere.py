@@ -29,11 +29,11 @@ from tests.support import (
     WEIGHT_DTYPE,
     assert_bitwise,
     frozen,
-    group_params,
     masters,
     scaler_numbers,
     started,
     train,
+    weights_of,
 )
 
 AUTOCAST, PLAIN = "GradScaler, autocast", "GradScaler, FP32"
@@ -138,15 +138,15 @@ def test_each_cell_of_the_table(source: str, target: str) -> None:
 
     dtypes = {name: p.dtype for name, p in run.model.named_parameters()}
     assert set(dtypes.values()) <= {torch.float32, WEIGHT_DTYPE.get(target, torch.float32)}
-    for name, weight in zip(dtypes, group_params(run.optimizer), strict=True):
+    for name, weight in zip(dtypes, weights_of(run.optimizer), strict=True):
         # O3 alone has nothing wider than its half parameters.
         assert weight.dtype == (torch.float16 if target == "O3" else torch.float32), name
         assert_bitwise(weight.detach(), saved["model"][name].to(weight.dtype), name)
-    for index, weight in enumerate(group_params(run.optimizer)):
+    for index, (weight, own) in enumerate(zip(weights_of(run.optimizer), run.optimizer.state.values(), strict=True)):
         state = {key: torch.as_tensor(value) for key, value in saved["optimizer"]["state"][index].items()}
         for key in ("exp_avg", "exp_avg_sq"):
-            assert_bitwise(run.optimizer.state[weight][key], state[key].to(weight.dtype), key)
-        assert float(run.optimizer.state[weight]["step"]) == float(state["step"]) == 3.0
+            assert_bitwise(own[key], state[key].to(weight.dtype), key)
+        assert float(own["step"]) == float(state["step"]) == 3.0
 
     run.train(2, first=3)
     assert run.numbers()[0] == expected[0], "a wrong scale overflows"

@@ -215,18 +215,6 @@ def test_an_overflow_of_one_loss_skips_the_step_whatever_the_other_does(order: s
     assert_bitwise(masters(optimizer), before)
 
 
-def test_a_skip_is_pending_until_the_step_and_then_used_up() -> None:
-    model, optimizer = start("O2")
-    before = masters(optimizer)
-    backward(MLP.loss(model, MLP.batch(0)), optimizer, overflow=True)
-    optimizer.zero_grad()
-    backward(MLP.loss(model, MLP.batch(1)), optimizer)
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-    train(MLP, model, optimizer, "c", first=2)
-    assert not torch.equal(masters(optimizer)[0], before[0])
-
-
 def test_optimizers_of_one_context_skip_together_and_others_do_not() -> None:
     models = [MLP.model(seed) for seed in range(3)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]

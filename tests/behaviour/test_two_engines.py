@@ -186,27 +186,3 @@ def test_a_model_that_an_engine_takes_in_in_the_body_of_another_is_its_own(
         return other.values()
 
     same(steps)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_beside_another_engine_what_was_made_later_still_gathers_the_unscaled_sum(level: str, engines: Any) -> None:
-    one, other = (Run.of(engine, level, seed) for seed, engine in enumerate(engines))
-    head = nn.Linear(4, 4)
-    for index in range(2):
-        inputs = NORMED_MLP.batch(index)[0]
-        with one.engine.scale_loss(head(one.model(inputs).float()).float().sum(), one.optimizer) as scaled_loss:
-            scaled_loss.backward()
-        other.backward()
-    assert head.bias.grad is not None
-    assert head.bias.grad.tolist() == [2.0 * len(inputs)] * 4
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_model_of_an_engine_that_was_closed_is_looked_after_again(level: str, engines: Any) -> None:
-    one, other = (Run.of(engine, level, seed) for seed, engine in enumerate(engines))
-    one.backward()
-    other.engine.close()
-    inputs = NORMED_MLP.batch()[0]
-    with one.engine.scale_loss(other.model(one.model(inputs).float().repeat(1, 2)).sum(), one.optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert other.model[3].bias.grad.tolist() == [len(inputs)] * 4

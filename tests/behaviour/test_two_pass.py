@@ -26,13 +26,14 @@ from tests.support import (
     assert_bitwise,
     assert_same_step,
     backward,
+    entries_of,
     frozen,
-    group_params,
     left_alone,
     masters,
     optimizer_values,
     scaler_numbers,
     train,
+    weights_of,
 )
 
 Make = Callable[[Any], Optimizer]
@@ -153,12 +154,12 @@ class Lockstep:
         """Weights, half weights, state and its form are those of the bare optimizer."""
         for param, master in zip(
             [p for group in grouped(self.model.named_parameters()) for p in group["params"]],
-            group_params(self.optimizer),
+            weights_of(self.optimizer),
             strict=True,
         ):
             assert_bitwise(param.detach(), master.detach().to(param.dtype))
         self.assert_same(masters(self.optimizer), masters(self.bare))
-        for ours, theirs in zip(*(group_params(optimizer) for optimizer in self.both), strict=True):
+        for ours, theirs in zip(*(entries_of(optimizer) for optimizer in self.both), strict=True):
             self.assert_same_state(self.optimizer.state.get(ours, {}), self.bare.state.get(theirs, {}))
         self.assert_same_state_dict(self.optimizer.state_dict(), self.bare.state_dict())
 
@@ -242,15 +243,6 @@ def test_the_bare_optimizer_itself_is_left_to_torch() -> None:
     assert_bitwise(*values)
 
 
-def test_a_second_step_without_a_backward_does_nothing_to_masters() -> None:
-    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP)
-    train(MLP, model, optimizer, "cc")
-    before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
-    optimizer.step()
-    assert_bitwise(optimizer_values(optimizer), before)
-    assert_bitwise(frozen(list(model.parameters())), halves)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_before_any_backward_does_nothing(name: str) -> None:
     model, optimizer = started(OPTIMIZERS[name])
@@ -285,7 +277,7 @@ def test_parameters_that_get_their_first_gradient_late_count_their_own_steps(nam
             else:
                 loss.backward()
             optimizer.step()
-        values = masters(optimizer), [list(optimizer.state.get(p, {})) for p in group_params(optimizer)]
+        values = masters(optimizer), [list(optimizer.state.get(p, {})) for p in entries_of(optimizer)]
         amp.close()
         return values
 
@@ -352,7 +344,7 @@ def test_exit_clip_and_step_give_the_same_bits_in_any_surroundings(surrounding: 
 
 
 def states(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [optimizer.state[param] for param in group_params(optimizer)]
+    return [optimizer.state[param] for param in entries_of(optimizer)]
 
 
 def zero_state(optimizer: Optimizer) -> None:
@@ -387,7 +379,7 @@ def clear_state(optimizer: Optimizer) -> None:
 
 
 def drop_one_state(optimizer: Optimizer) -> None:
-    del optimizer.state[group_params(optimizer)[1]]
+    del optimizer.state[entries_of(optimizer)[1]]
 
 
 def empty_states(optimizer: Optimizer) -> None:
@@ -401,11 +393,11 @@ def empty_one_state(optimizer: Optimizer) -> None:
 
 def empty_one_state_and_drop_another(optimizer: Optimizer) -> None:
     empty_one_state(optimizer)
-    del optimizer.state[group_params(optimizer)[2]]
+    del optimizer.state[entries_of(optimizer)[2]]
 
 
 def drop_every_state(optimizer: Optimizer) -> None:
-    for param in group_params(optimizer):
+    for param in entries_of(optimizer):
         optimizer.state.pop(param)
 
 
@@ -414,18 +406,18 @@ def new_state(optimizer: Optimizer) -> None:
 
 
 def new_inner_dicts(optimizer: Optimizer) -> None:
-    for param in group_params(optimizer):
+    for param in entries_of(optimizer):
         optimizer.state[param] = {}
 
 
 def copied_inner_dicts(optimizer: Optimizer) -> None:
-    for param in group_params(optimizer):
+    for param in entries_of(optimizer):
         optimizer.state[param] = dict(optimizer.state[param])
 
 
 def swapped_inner_dicts(optimizer: Optimizer) -> None:
     """Swap the state of the first bias of NormedMlp's second group and the batch norm's, which have one shape."""
-    alike = [p for p in group_params(optimizer) if p.shape == (16,)]
+    alike = [p for p in entries_of(optimizer) if p.shape == (16,)]
     first, second = (optimizer.state[p] for p in alike[:2])
     optimizer.state[alike[0]], optimizer.state[alike[1]] = second, first
 
@@ -661,8 +653,8 @@ def test_a_parameter_taken_out_of_its_group_stays_where_it_is(name: str, pending
     pair.step(2)
     if pending:
         pair.exit()
-    kept = group_params(pair.optimizer)[-1].detach().clone()
-    dropped = group_params(pair.optimizer)[-1]
+    kept = weights_of(pair.optimizer)[-1].detach().clone()
+    dropped = weights_of(pair.optimizer)[-1]
     for optimizer in pair.both:
         drop_param(optimizer)
         if pending:
@@ -681,7 +673,7 @@ def test_the_state_dict_trains_on_in_a_bare_optimizer(name: str) -> None:
     bare = VARIANTS[name]([{"params": [nn.Parameter(v) for v in values[:2]]}, {"params": values[2:]}])
     bare.load_state_dict(pickle.loads(pickle.dumps(pair.optimizer.state_dict())))
     pair.exit()
-    for param, other in zip(group_params(bare), group_params(pair.bare), strict=True):
+    for param, other in zip(weights_of(bare), weights_of(pair.bare), strict=True):
         param.grad = other.grad.clone()
     bare.step()
     pair.optimizer.step()
@@ -786,11 +778,11 @@ def test_frozen_parameters_rest_with_their_state_and_go_on_afterwards(name: str)
     pair = Lockstep(name)
     pair.step(2)
     pair.model[0].requires_grad_(False)
-    index = next(i for i, p in enumerate(group_params(pair.bare)) if p is pair.bare_params["0.weight"])
-    kept = frozen(pair.optimizer.state[group_params(pair.optimizer)[index]])
+    index = next(i for i, p in enumerate(weights_of(pair.bare)) if p is pair.bare_params["0.weight"])
+    kept = frozen(pair.optimizer.state[entries_of(pair.optimizer)[index]])
     pair.step(2)
     pair.assert_same(masters(pair.optimizer), masters(pair.bare))
-    assert_bitwise(frozen(pair.optimizer.state[group_params(pair.optimizer)[index]]), kept)
+    assert_bitwise(frozen(pair.optimizer.state[entries_of(pair.optimizer)[index]]), kept)
     pair.model[0].requires_grad_(True)
     pair.step(2)
     pair.check()
@@ -875,31 +867,27 @@ def test_a_half_weight_written_by_the_user_is_what_the_step_starts_from(when: st
     pair.check()
 
 
-@pytest.mark.parametrize("adopt", [False, True])
-def test_a_write_through_data_between_exit_and_step_counts_where_it_is_adopted(adopt: bool) -> None:
-    pair = Lockstep("SGD momentum", adopt_data_writes=adopt)
+def test_a_write_through_data_between_exit_and_step_counts() -> None:
+    pair = Lockstep("SGD momentum")
     pair.step()
     pair.exit()
-    pair.model[3].weight.data.fill_(0.5)
-    if adopt:
-        pair.bare_params["3.weight"].data.fill_(0.5)
+    for param in (pair.model[3].weight, pair.bare_params["3.weight"]):
+        param.data.fill_(0.5)
     for optimizer in pair.both:
         optimizer.step()
     pair.check()
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "storage"])
+@pytest.mark.parametrize("how", ["in place", "storage"])
 def test_a_master_written_by_the_user_is_what_the_step_starts_from(how: str) -> None:
     pair = Lockstep("SGD momentum")
     pair.step()
     pair.exit()
     for optimizer in pair.both:
-        param = group_params(optimizer)[1]
+        param = weights_of(optimizer)[1]
         if how == "in place":
             with torch.no_grad():
                 param.mul_(0.5)
-        elif how == "data":
-            param.data.mul_(0.5)
         else:
             param.data = param.data * 0.5
         optimizer.step()
@@ -909,12 +897,10 @@ def test_a_master_written_by_the_user_is_what_the_step_starts_from(how: str) -> 
 
 
 def written(optimizer: Optimizer, row: int, how: str) -> None:
-    param = group_params(optimizer)[row]
+    param = weights_of(optimizer)[row]
     if how == "in place":
         with torch.no_grad():
             param.fill_(0.5)
-    elif how == "data":
-        param.data.fill_(0.5)
     elif how == "copy":
         with torch.no_grad():
             param.copy_(torch.full_like(param, 0.5))
@@ -922,14 +908,11 @@ def written(optimizer: Optimizer, row: int, how: str) -> None:
         param.data = torch.full_like(param, 0.5)
 
 
-@pytest.mark.parametrize("adopt", [False, True])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("how", ["in place", "data", "copy", "storage"])
+@pytest.mark.parametrize("how", ["in place", "copy", "storage"])
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "FusedAdam", "FusedLAMB", "RMSprop"])
-def test_a_master_written_by_the_user_reaches_the_model_without_a_gradient(
-    name: str, how: str, level: str, adopt: bool
-) -> None:
-    pair = Lockstep(name, level, adopt_data_writes=adopt)
+def test_a_master_written_by_the_user_reaches_the_model_without_a_gradient(name: str, how: str, level: str) -> None:
+    pair = Lockstep(name, level)
     pair.step(2)
     half = pair.model[0].weight
     half.requires_grad_(False)
@@ -944,16 +927,15 @@ def test_a_master_written_by_the_user_reaches_the_model_without_a_gradient(
     pair.check()
 
 
-@pytest.mark.parametrize("adopt", [False, True])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "FusedAdam", "RMSprop"])
-def test_a_master_written_by_the_user_is_kept_where_the_step_is_skipped(name: str, level: str, adopt: bool) -> None:
-    model, optimizer = started(VARIANTS[name], level, loss_scale="dynamic", adopt_data_writes=adopt)
+def test_a_master_written_by_the_user_is_kept_where_the_step_is_skipped(name: str, level: str) -> None:
+    model, optimizer = started(VARIANTS[name], level, loss_scale="dynamic")
     train(NORMED_MLP, model, optimizer, "c")
     written(optimizer, 0, "in place")
     train(NORMED_MLP, model, optimizer, "o", first=1)
     assert was_skipped(optimizer)
-    assert group_params(optimizer)[0].eq(0.5).all()
+    assert weights_of(optimizer)[0].eq(0.5).all()
     assert model[0].weight.eq(0.5).all()
     assert model.state_dict()["0.weight"].eq(0.5).all()
 
@@ -963,33 +945,34 @@ def test_a_master_written_by_the_user_is_in_the_checkpoint_and_in_the_model_afte
     model, optimizer = started(VARIANTS["AdamW"], level)
     train(NORMED_MLP, model, optimizer, "c")
     with torch.no_grad():
-        group_params(optimizer)[0].fill_(0.1)
+        weights_of(optimizer)[0].fill_(0.1)
     assert model.state_dict()["0.weight"].eq(0.1).all()
     amp.close()
     assert model[0].weight.eq(0.1).all()
 
 
-@pytest.mark.parametrize("adopt", [False, True])
-def test_of_a_master_and_a_parameter_both_written_the_parameter_counts(adopt: bool) -> None:
-    model, optimizer = started(VARIANTS["SGD"], adopt_data_writes=adopt)
+def test_of_a_master_and_a_parameter_both_written_the_parameter_counts() -> None:
+    model, optimizer = started(VARIANTS["SGD"])
     train(NORMED_MLP, model, optimizer, "c")
+    optimizer.zero_grad()
     written(optimizer, 0, "in place")
     with torch.no_grad():
         model[0].weight.fill_(0.25)
     optimizer.step()
-    assert group_params(optimizer)[0].eq(0.25).all()
+    assert weights_of(optimizer)[0].eq(0.25).all()
     assert model[0].weight.eq(0.25).all()
 
 
-def test_data_writes_are_adopted_beside_a_master_that_was_written() -> None:
-    model, optimizer = started(VARIANTS["SGD"], adopt_data_writes=True)
+def test_writes_through_data_count_beside_a_master_that_was_written() -> None:
+    model, optimizer = started(lambda p: torch.optim.SGD(p, lr=0.1))
     train(NORMED_MLP, model, optimizer, "c")
+    optimizer.zero_grad(set_to_none=False)  # only masters that are stepped take what was written
     written(optimizer, 0, "in place")
     model[3].weight.data.fill_(0.25)
     optimizer.step()
     assert model[0].weight.eq(0.5).all()
     assert model[3].weight.eq(0.25).all()
-    assert group_params(optimizer)[1].eq(0.25).all()
+    assert weights_of(optimizer)[1].eq(0.25).all()
 
 
 def test_weights_loaded_between_exit_and_step_are_what_the_step_starts_from() -> None:
@@ -1024,7 +1007,7 @@ def test_a_step_hook_of_the_user_that_edits_gradients_counts() -> None:
     pair.optimizer = VARIANTS[pair.name](grouped(pair.model.named_parameters()))
 
     def halve(optimizer: Optimizer, *_: Any) -> None:
-        for param in group_params(optimizer):
+        for param in weights_of(optimizer):
             param.grad.mul_(0.5)
 
     for optimizer in pair.both:
@@ -1069,14 +1052,14 @@ def test_after_close_the_optimizer_is_a_bare_one_with_its_state(name: str) -> No
     pair = Lockstep(name)
     pair.step(3)
     amp.close()
-    assert {type(param) for param in group_params(pair.optimizer)} == {nn.Parameter}
+    assert {type(param) for param in weights_of(pair.optimizer)} == {nn.Parameter}
     for optimizer in pair.both:
-        for index, param in enumerate(group_params(optimizer)):
+        for index, param in enumerate(entries_of(optimizer)):
             param.grad = torch.full_like(param, 0.01 * (index + 1))
         optimizer.step()
     pair.assert_same(masters(pair.optimizer), masters(pair.bare))
     pair.assert_same_state_dict(pair.optimizer.state_dict(), pair.bare.state_dict())
-    for ours, theirs in zip(*(group_params(optimizer) for optimizer in pair.both), strict=True):
+    for ours, theirs in zip(*(entries_of(optimizer) for optimizer in pair.both), strict=True):
         pair.assert_same_state(pair.optimizer.state[ours], pair.bare.state[theirs])
 
 
@@ -1185,17 +1168,17 @@ def test_one_overflow_among_the_backwards_of_a_step_skips_it(outcomes: str, clip
 
 @pytest.mark.usefixtures("arrival")
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_skip_stands_until_the_step(set_to_none: bool) -> None:
-    """As in apex, zero_grad and a clean backward do not take it back."""
+def test_an_overflow_in_gradients_that_are_zeroed_skips_no_step(set_to_none: bool) -> None:
     model, optimizer = started(OPTIMIZERS["AdamW"])
     train(NORMED_MLP, model, optimizer, "c")
-    before = optimizer_values(optimizer)
+    before = masters(optimizer)
+    optimizer.zero_grad()
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
     optimizer.zero_grad(set_to_none=set_to_none)
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
     optimizer.step()
-    assert was_skipped(optimizer)
-    assert_bitwise(optimizer_values(optimizer), before)
+    assert not was_skipped(optimizer)
+    assert not torch.equal(masters(optimizer)[0], before[0])
 
 
 @pytest.mark.usefixtures("arrival")
@@ -1221,7 +1204,7 @@ def test_a_momentum_buffer_starts_at_the_first_gradient_that_is_stepped(name: st
     optimizer.zero_grad(set_to_none=True)
     before = masters(optimizer)
     backward(MLP.loss(model, MLP.batch()), optimizer)
-    gradients = [param.grad + 1e-2 * value for param, value in zip(group_params(optimizer), before, strict=True)]
+    gradients = [param.grad + 1e-2 * value for param, value in zip(weights_of(optimizer), before, strict=True)]
     optimizer.step()
     buffers = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
     torch.testing.assert_close(buffers, gradients, rtol=1e-6, atol=1e-9)
@@ -1278,7 +1261,7 @@ def test_the_state_of_a_skipped_first_step_loads_into_a_bare_optimizer() -> None
         bares.append(copy.deepcopy(bares[0]))
         bares[0].load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
         for bare in bares:
-            for param in group_params(bare):
+            for param in weights_of(bare):
                 param.grad = torch.ones_like(param)
             bare.step()
         assert_bitwise(masters(bares[0]), masters(bares[1]))
@@ -1349,9 +1332,8 @@ def group_with_gaps(optimizer: Optimizer) -> nn.Module:
 
 
 def joined(optimizer: Optimizer, value: Tensor) -> nn.Module:
-    """A module that was made since `initialize`, whose parameter comes with a gradient."""
+    """A module that was made since `initialize`."""
     module = nn.ParameterList([value])
-    module[0].grad = torch.ones_like(module[0])
     optimizer.add_param_group({"params": list(module)})
     return module
 
@@ -1370,6 +1352,7 @@ def test_a_step_that_the_kernels_cannot_take_any_more_heeds_the_flag(
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=outcome == "o")
     joined_module = regroup(optimizer)  # which lives until the step
     before = masters(optimizer)
+    joined_module[0].grad = torch.ones_like(joined_module[0])
     optimizer.step()
     del joined_module
     assert was_skipped(optimizer) == (outcome == "o")
@@ -1538,12 +1521,12 @@ def test_arguments_that_are_none_leave_the_step_to_the_kernels(
 def test_an_argument_that_the_class_does_not_know_changes_nothing_but_raises(level: str) -> None:
     model, optimizer = support.started(level, lambda params: torch.optim.AdamW(params, lr=0.1), MLP)
     backward(MLP.loss(model, MLP.batch(0)), optimizer)
-    before = frozen(group_params(optimizer))
+    before = frozen(weights_of(optimizer))
     with pytest.raises(TypeError, match="scale"):
         optimizer.step(scale=None)
-    assert_bitwise(frozen(group_params(optimizer)), before)
+    assert_bitwise(frozen(weights_of(optimizer)), before)
     optimizer.step()
-    assert not torch.equal(group_params(optimizer)[0], before[0])
+    assert not torch.equal(weights_of(optimizer)[0], before[0])
 
 
 @pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms", "grad_scaler"])
@@ -1553,6 +1536,6 @@ def test_arguments_of_apex_that_are_none_are_those_of_step(name: str) -> None:
         model, optimizer = support.started("O2", lambda params: FusedAdam(params, lr=0.1), MLP)
         backward(MLP.loss(model, MLP.batch(0)), optimizer)
         optimizer.step(**keywords)
-        results.append(frozen(group_params(optimizer)))
+        results.append(frozen(weights_of(optimizer)))
         amp.close()
     assert_bitwise(*results)

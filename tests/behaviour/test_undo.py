@@ -24,10 +24,10 @@ from tests.support import (
     assert_bitwise,
     backward,
     frozen,
-    group_params,
     masters,
     picture,
     train,
+    weights_of,
 )
 
 ONES = torch.ones(2, 2)
@@ -68,7 +68,7 @@ def test_close_gives_the_model_the_exact_values_of_its_masters(level: str) -> No
     amp.close()
     assert_bitwise([param.detach() for param in model.parameters()], exact)
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-    assert all(a is b for a, b in zip(group_params(optimizer), params, strict=True))
+    assert all(a is b for a, b in zip(weights_of(optimizer), params, strict=True))
     assert set(optimizer.state) == set(params)
 
 
@@ -168,7 +168,7 @@ def test_close_undoes_both_of_two_initializes() -> None:
     amp.close()
     for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
         assert {param.dtype for param in model.parameters()} == {torch.float32}
-        assert all(a is b for a, b in zip(group_params(optimizer), model.parameters(), strict=True))
+        assert all(a is b for a, b in zip(weights_of(optimizer), model.parameters(), strict=True))
         assert not any(getattr(optimizer, hooks) for hooks in OPTIMIZER_HOOKS)
         assert not any(getattr(m, hooks) for m in model.modules() for hooks in MODULE_HOOKS)
 
@@ -225,7 +225,7 @@ def test_an_exception_closes_an_engine_too(level: str) -> None:
         fails()
     assert patched_names() == []
     assert {param.dtype for param in model.parameters()} == {torch.float32}
-    assert all(a is b for a, b in zip(group_params(optimizer), model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(weights_of(optimizer), model.parameters(), strict=True))
 
 
 def test_an_engine_leaves_the_module_level_api_alone() -> None:

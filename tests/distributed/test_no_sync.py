@@ -16,7 +16,7 @@ from tests.models import MLP
 from tests.ranks import on_ranks
 from tests.support import LEVELS, assert_bitwise, backward, masters, momentum_sgd
 
-WINDOWED = {"O1": {}, "O2": {}, "O3": {"loss_scale": 128.0}, "O5": {}}  # where a `scale_loss` sets gradients aside
+WINDOWED = {"O1": {}, "O2": {}, "O3": {"loss_scale": 128.0}}  # where a `scale_loss` sets gradients aside
 REFUSED = r"Use amp\.scale_loss\(loss, optimizer, delay_unscale=True\) under no_sync\(\)"
 
 
@@ -58,11 +58,37 @@ def ranks() -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_ranks_agree_on_what_was_accumulated_or_refuse(ranks: list[dict[Any, Any]], level: str, way: str) -> None:
     ours, theirs = (results[level, way] for results in ranks)
-    if way == "not delayed" and level in ("O1", "O2", "O5"):
+    if way == "not delayed" and level in ("O1", "O2"):
         assert "delay_unscale=True" in ours
     else:
         assert all(isinstance(master, Tensor) for master in ours)
+        assert_bitwise(ours, ranks[0][level, "delayed"])
     assert_bitwise(ours, theirs)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("make", [momentum_sgd, torch.optim.Adagrad])
+@pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
+def test_a_wrapper_at_a_scale_of_1_reduces_what_is_added_to_gradients_that_a_step_has_used(
+    gradient_as_bucket_view: bool, make: Any, is_plain: bool
+) -> None:
+    model = MLP.model()
+    optimizer = make(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
+    for index in range(3):
+        loss = MLP.loss(ddp, MLP.batch(index))
+        if is_plain:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # float32, of which buckets take none
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=index > 0)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    del ddp
 
 
 @pytest.mark.usefixtures("one_process_group")
@@ -142,6 +168,7 @@ def test_another_optimizers_wrapper_is_no_concern() -> None:
         with other.no_sync():
             loss = MLP.loss(ddp, MLP.batch(index)) + MLP.loss(other, MLP.batch(index))
             backward(loss, optimizer)
+        other_optimizer.zero_grad()
         backward(MLP.loss(other, MLP.batch(index)), other_optimizer)
         for one in (optimizer, other_optimizer):
             one.step()

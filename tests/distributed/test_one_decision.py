@@ -261,6 +261,7 @@ def without_wrapper(rank: int) -> tuple[float, int]:
     for index in range(2 + rank):
         backward(MLP.loss(model, MLP.batch(index)), optimizer, overflow=rank == 1 and index == 0)
         optimizer.step()
+        optimizer.zero_grad()
     result = scaler_numbers()
     amp.close()
     return result

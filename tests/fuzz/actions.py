@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_engine import amp
+from amp_engine.errors import AmpStateError
 from tests.fuzz import lifecycle
 from tests.fuzz.models import KeepsState, batch
-from tests.fuzz.world import World
+from tests.fuzz.reference import zero
+from tests.fuzz.world import MismatchError, World
 
 Numbers = dict[str, Any]
 Draw = Callable[[random.Random], Numbers]
@@ -144,11 +146,13 @@ def in_scale_loss(
     """The two losses, backward. `inside` and the rest are as in `run_backward`."""
     ref = world.ref
     world.same(ours, plain, "loss")
-    through = ref.passes_through(optimizers, loss_id)
-    reentered = [o for o in optimizers if ref.windows[o] is not None]
+    through = not ref.is_scaled
     if through:
         ref.enter_passed(optimizers)
-    scale = 1.0 if through else ref.enter(optimizers, loss_id, heed=trouble != "early")
+    scale = 1.0 if through else ref.enter(optimizers, loss_id)
+    ref.deferred.difference_update(optimizers)
+    reentered = [o for o in optimizers if ref.windows[o] is not None]
+    began = False
     marks = {o: ref.marks(o) for o in reentered}
     factor = {"inf": float("inf"), "nan": float("nan")}.get(trouble, 1.0)
     stepped = [world.optimizers[o] for o in optimizers]
@@ -159,12 +163,15 @@ def in_scale_loss(
             wanted = plain.float() * scale
             world.same(scaled, wanted, "scaled loss")
             for o in optimizers if zero else ():
-                set_to_none = zero == "none" or ref.has_spent(o)
+                set_to_none = zero == "none" or trouble == "early"
                 world.optimizers[o].zero_grad(set_to_none)
-                ref.zero_grad_in_body(o, set_to_none, o in reentered, heed=trouble != "early")
+                ref.zero_grad(o, set_to_none)
             marks = {o: ref.marks(o) for o in reentered}
             if trouble == "early":
                 raise BodyError
+            if not through:
+                ref.begin(optimizers, loss_id, scale)
+            began = True
             for loss in (scaled, wanted):
                 if trouble == "twice":
                     loss.backward(retain_graph=True)
@@ -179,7 +186,7 @@ def in_scale_loss(
                 raise BodyError
     except BodyError:
         if not through:
-            ref.abandon(optimizers, marks)
+            ref.abandon(optimizers, marks, began)
         return
     if through:
         ref.leave_passed(optimizers)
@@ -245,8 +252,9 @@ def nested(world: World, which: int, seed: int, loss_id: int, delay: int, troubl
 
 @action(1, which=MANY, seed=SEED)
 def backward_outside(world: World, which: int, seed: int) -> None:
-    """A backward without `scale_loss`: it never reaches masters; what has none takes it as in torch."""
-    if world.is_open() or world.ref.added:  # what a parameter has gathered that joins has tests of its own
+    """A backward without `scale_loss`."""
+    # What a parameter has gathered that joins has tests of its own, and so has a clipping that is overtaken.
+    if world.is_open() or world.ref.added or world.ref.deferred:
         return
     ours, plain = world.losses(which % len(world.models), seed)
     for loss in (ours, plain):
@@ -278,11 +286,25 @@ def step(world: World, which: int, how: str = "") -> None:
     """Step with the arguments that trainers pass."""
     o = which % len(world.optimizers)
     args, kwargs = {"None": ((None,), {}), "closure=None": ((), {"closure": None})}.get(how, ((), {}))
-    world.optimizers[o].step(*args, **kwargs)
-    world.ref.step(o)
+    is_taken = world.ref.step(o)
+    try:
+        world.optimizers[o].step(*args, **kwargs)
+    except AmpStateError as error:
+        if is_taken or "outside of amp.scale_loss" not in str(error):
+            raise
+        return
+    if not is_taken:
+        raise MismatchError("a step on half gradients that no loss scale has multiplied")
     world.same(amp.current_engine().step_was_skipped(world.optimizers[o]), world.ref.skipped[o], "step was skipped")
     if o in world.inexact or o in world.ref.clipped:
         world.rounded.add(o)
+    if world.ref.skipped[o] and isinstance(world.optimizers[o], KeepsState):
+        world.ref.optimizers[o].take(world.optimizers[o])  # a skip protects groups and state only
+    if any(p.grad is not None and p.grad.dtype is torch.float32 for p in world.params_of(o)):
+        world.ref.widen(o)  # a class's own step leaves FP32 gradients, the kernels half ones
+    if o in world.ref.deferred:  # whether the gradients that stay are clipped depends on who stepped
+        zero_grad(world, o, True)
+        world.ref.deferred.discard(o)
 
 
 @action(8, which=MANY, seed=SEED, set_to_none=[True, True, False])
@@ -297,22 +319,19 @@ def iterate(world: World, which: int, seed: int, set_to_none: bool) -> None:
 @action(4, which=MANY, set_to_none=[True, True, False])
 def zero_grad(world: World, which: int, set_to_none: bool) -> None:
     o = which % len(world.optimizers)
-    set_to_none = set_to_none or world.ref.has_spent(o)
+    set_to_none = set_to_none or o in world.ref.deferred
     world.optimizers[o].zero_grad(set_to_none)
     world.ref.zero_grad(o, set_to_none)
 
 
 @action(1, which=MANY, set_to_none=[True, True, False])
 def model_zero_grad(world: World, which: int, set_to_none: bool) -> None:
-    """Reaches the model's own gradients only: at O2 and O5 not the masters'."""
     m = which % len(world.models)
-    set_to_none = set_to_none or any(map(world.ref.has_spent, range(len(world.optimizers))))
-    for models in (world.models, world.ref.models):
-        models[m].zero_grad(set_to_none)
-    for o, window in enumerate(world.ref.windows):
-        names = [n for n in world.ref.names(o) if n.startswith(f"m{m}.") and n not in world.ref.masters]
-        if window is not None:
-            window.zero(names, world.ref.params, set_to_none)
+    set_to_none = set_to_none or bool(world.ref.deferred)
+    world.models[m].zero_grad(set_to_none)
+    zero(world.ref.models[m].parameters(), set_to_none)
+    for window in filter(None, world.ref.windows):
+        window.drop(f"m{m}.")
 
 
 @action(3, which=MANY, kind=["amp", "amp", "torch", "amp inf"], max_norm=[2.0**-8, 0.25, 64.0], again=[0, 0, 1])
@@ -320,29 +339,37 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
     """Between backward and step; perhaps once more, to half of it."""
     o = which % len(world.optimizers)
     ref = world.ref
-    params = [ref.entry(name) for name in ref.names(o)]
-    if ref.windows[o] is not None or not any(p.grad is not None for p in params):
+    params = ref.params_of(o)
+    if ref.windows[o] is not None or not ref.has_gradients(o):
         return
+    kind = "torch" if ref.hooks[o] else kind  # after amp's clipping their edits are an error
     if not all(bool(p.grad.isfinite().all()) for p in params if p.grad is not None):
         return
-    theirs = list(amp.master_params(world.optimizers[o])) if kind == "torch" else []
-    if any(p.grad.is_neg() for p in (*params, *theirs) if p.grad is not None):
+    if any(p.grad.is_neg() for p in (*params, *world.params_of(o)) if p.grad is not None):
         return  # torch's clip_grad_norm_ raises
-    ref.scan(o)  # both look for parameters first
-    params = [ref.entry(name) for name in ref.names(o)]
-    order = float("inf") if kind == "amp inf" else 2.0
     if kind == "torch":
-        norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-    else:
-        norm = amp.clip_grad_norm_(world.optimizers[o], max_norm, order)
-        ref.look(o)
-    grads = [p.grad if kind == "torch" else p.grad.float() for p in params if p.grad is not None]  # ours in FP32
-    plain = torch.nn.utils.get_total_norm(grads, order)
+        if o in ref.deferred:
+            return
+        norm = torch.nn.utils.clip_grad_norm_(world.params_of(o), max_norm)
+        world.same(norm, torch.nn.utils.clip_grad_norm_(params, max_norm), "norm")
+        return
+    order = float("inf") if kind == "amp inf" else 2.0
+    norm = amp.clip_grad_norm_(world.optimizers[o], max_norm, order)
+    ref.scan(o)
+    ref.refresh(o)
+    ref.look(o)
+    plain = torch.nn.utils.get_total_norm([p.grad.float() for p in params if p.grad is not None], order)
+    world.same(norm, plain, "norm", 1e-5)
+    ref.deferred.discard(o)
+    if world.record(o).clip is not None:
+        ref.deferred.add(o)
+    if o in ref.deferred or any(p.grad is not None and p.grad.dtype != torch.float32 for p in params) and again:
+        ref.widen(o)
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, plain)
-    if kind != "torch" and ref.looked[o]:
+    if o not in ref.deferred:
+        world.match_gradients(o, 2e-6)
+    if ref.looked[o] is not None:
         ref.looked[o] = ref.gradients(o)
-    tiny = 1e-29  # what a step leaves for `zero_grad` to find
-    world.same(norm.float(), plain.float(), "norm", 1e-2 if world.level == "O3" else 1e-5, tiny)
     ref.clipped.add(o)
     if again:
         clip(world, which, "amp", max_norm / 2, 0)
@@ -489,10 +516,8 @@ def write_param(world: World, which: int, seed: int, how: str) -> None:
 
 @action(3, which=MANY, seed=SEED, how=[*HIDDEN])
 def write_param_hidden(world: World, which: int, seed: int, how: str) -> None:
-    """A write that moves no version. Masters overwrite it, if not asked to adopt."""
+    """A write that moves no version. A master takes the new value in the next step that is taken."""
     name = pick(world, which)
-    if name in world.ref.masters and not world.ref.adopt:
-        return
     for params in (world.params, world.ref.params):
         if how == "data" or params[name].dtype != torch.bfloat16:
             write(params[name], values(params[name], seed), how)
@@ -511,15 +536,13 @@ def write_kept_data(world: World, which: int, seed: int) -> None:
     if not world.kept:
         return
     name = pick(world, which, list(world.kept))
-    if name in world.ref.masters and not world.ref.adopt:
-        return
     both = list(zip(world.kept[name], (world.params[name], world.ref.params[name]), strict=True))
     if all(torch._C._is_alias_of(view, param) for view, param in both):  # type: ignore[attr-defined]
         for view, _ in both:
             view.copy_(values(view, seed))
 
 
-@action(2, which=MANY, seed=SEED, how=["no_grad", "element", "data", "detach"])
+@action(2, which=MANY, seed=SEED, how=["no_grad", "detach"])
 def write_master(world: World, which: int, seed: int, how: str) -> None:
     """Reaches the model at its next forward, or at the next step."""
     name = trainable(world, which)
@@ -529,8 +552,6 @@ def write_master(world: World, which: int, seed: int, how: str) -> None:
     assert entry is not None
     for tensor in (entry, world.ref.masters[name]):
         write(tensor, values(tensor, seed), how)
-    if name in world.ref.relaid:  # its memory says that the parameter was written, too
-        world.ref.moved.add(name)
     if name not in world.ref.moved:
         world.ref.written.add(name)
 
@@ -541,7 +562,7 @@ def swap(world: World, which: int, seed: int, save: int) -> None:
     m = which % len(world.models)
     own = [name for name in world.params if name.startswith(f"m{m}.")]
     before = [[params[name].data.clone() for name in own] for params in (world.params, world.ref.params)]
-    if world.ref.fresh or world.ref.adopt or world.ref.written:  # masters that are to reach the model by this forward
+    if world.ref.fresh or world.ref.written:  # masters that are to reach the model by this forward
         return
     for params in (world.params, world.ref.params):
         for i, name in enumerate(own):
@@ -563,21 +584,16 @@ def drop_gradient(world: World, which: int) -> None:
     name = trainable(world, which)
     if name is None or world.is_open():
         return
-    entry = world.entry(name)
-    assert entry is not None
-    entry.grad = None
-    world.ref.entry(name).grad = None
+    world.params[name].grad = world.ref.params[name].grad = None
 
 
 @action(2, which=MANY, how=["halve", "replace", "transpose", "negative", "zero", "add"])
 def edit_gradient(world: World, which: int, how: str) -> None:
     """Edit a gradient between backward and step, as users do."""
     name = trainable(world, which)
-    if name is None or world.is_open() or world.ref.entry(name).grad is None:
+    if name is None or world.is_open() or world.ref.deferred or world.ref.params[name].grad is None:
         return
-    entry = world.entry(name)
-    assert entry is not None
-    for p in (entry, world.ref.entry(name)):
+    for p in (world.params[name], world.ref.params[name]):
         grad = p.grad
         if grad is None:
             continue
@@ -608,16 +624,20 @@ HOOKS: dict[str, Callable[[Tensor], Any]] = {
 def register_hook(world: World, which: int, how: str) -> None:
     """A step pre-hook of the user's, at any time: it goes before the step, and finds unscaled gradients."""
     o = which % len(world.optimizers)
+    if o in world.ref.deferred:
+        return
 
     @torch.no_grad()
+    def edit(params: list[Tensor]) -> None:
+        for p in params:
+            if p.grad is not None:
+                HOOKS[how](p)
+
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    HOOKS[how](p)
+        edit([p for group in optimizer.param_groups for p in group["params"]])
 
     world.hooks.append((o, world.optimizers[o].register_step_pre_hook(hook)))
-    world.ref.hooks[o].append(hook)
+    world.ref.hooks[o].append(edit)
 
 
 @action(0.7, which=MANY)
@@ -637,14 +657,14 @@ def remove_hook(world: World, which: int) -> None:
 def toggle(world: World, which: int, on: int) -> None:
     """`requires_grad` of all that an optimizer has, or of one entry, through its groups."""
     o = which % len(world.optimizers)
-    names, entries = world.ref.names(o), world.entries(o)
+    names = world.ref.names(o)
     if which % 3 == 0 and names:
-        names, entries = [names[which % len(names)]], [entries[which % len(names)]]
+        names = [names[which % len(names)]]
     if any(name in world.ref.added for name in names):
         return
-    for name, entry in zip(names, entries, strict=True):
-        entry.requires_grad_(bool(on))
-        world.ref.params[name].requires_grad_(bool(on))
+    for name in names:
+        for params in (world.params, world.ref.params):
+            params[name].requires_grad_(bool(on))
 
 
 @action(1, which=MANY)
@@ -817,9 +837,7 @@ def reopen(world: World, level: str, loss_scale: float | str | None) -> None:
         return
     if world.half is not None or not all(p.requires_grad for p in world.params.values()):
         return
-    for optimizer in (*world.optimizers, *world.ref.optimizers):
-        optimizer.zero_grad(True)
-    for model in world.models:
+    for model in (*world.models, *world.ref.models):
         model.zero_grad()
     world.close()
     states = [copy.deepcopy(o.state_dict()) for o in world.ref.optimizers]
@@ -884,29 +902,8 @@ def layout(world: World, which: int, last: int) -> None:
         models[m].to(memory_format=torch.channels_last if last else torch.contiguous_format)
     changed = {name for name, p in world.ref.params.items() if p.stride() != before[name]}
     changed &= set(world.ref.masters)
-    world.ref.moved.update(changed & world.ref.written)  # else masters stay as they are
-    world.ref.relaid.update(changed - world.ref.written)
-
-
-@action(1, which=MANY, how=["zero", "none", "halve"])
-def edit_model_gradient(world: World, which: int, how: str) -> None:
-    """Edit the model's own gradients after `scale_loss`: where there is a master it has no effect."""
-    name = pick(world, which)
-    if world.is_open() or world.ref.params[name].grad is None:
-        return
-    if how == "zero" and any(map(world.ref.has_spent, range(len(world.optimizers)))):
-        return  # after a step that is meant for masters, too
-    for params in (world.params, world.ref.params):
-        p = params[name]
-        if p.grad is None:
-            continue
-        with torch.no_grad():
-            if how == "zero":
-                p.grad.zero_()
-            elif how == "halve":
-                p.grad.mul_(0.5)
-            else:
-                p.grad = None
+    world.ref.moved.update(changed)
+    world.ref.written.difference_update(changed)
 
 
 @action(1.5, which=MANY, seed=SEED, what=["iterate", "iterate", "backward", "step", "forward", "write"])

@@ -20,21 +20,25 @@ def load(ref: Reference, exact: dict[str, Tensor], buffers: list[list[Tensor]]) 
             buffer.copy_(value)
     ref.moved.clear()
     ref.written.clear()
-    ref.relaid.clear()
+    ref.loaded.update(ref.masters)
 
 
 def resume(ref: Reference) -> None:
     """Resume from a checkpoint of now, without gradients."""
     for o in range(len(ref.groups)):
-        ref.settle(o)
+        ref.scan(o)
+        ref.refresh(o)
+        for name in [name for name in ref.names(o) if name in ref.masters]:
+            ref.masters[name].data = ref.exact(name).clone()
         ref.write_back(o)
-        ref.overflowed[o] = ref.skipped[o] = False
-        ref.passed[o], ref.looked[o] = None, []
-    for p in (*ref.params.values(), *ref.masters.values()):
+        ref.forget(o)
+        ref.skipped[o] = ref.left[o] = False
+    for p in ref.params.values():
         p.grad = None
     for scaler in ref.scalers:
         scaler.overflowed = False
-    ref.fresh = set(range(len(ref.groups)))
+    ref.fresh, ref.loaded = set(range(len(ref.groups))), set(ref.masters)
+    ref.deferred.clear()
     ref.hooks = [[] for _ in ref.groups]
     for optimizer in ref.optimizers:
         if isinstance(optimizer, KeepsState):
@@ -45,9 +49,10 @@ def resume(ref: Reference) -> None:
 def close(ref: Reference) -> None:
     """Everything in FP32 again, with the masters' values; unscaled gradients only."""
     for o in range(len(ref.groups)):
-        ref.settle(o)
+        ref.scan(o)
+        ref.refresh(o)
     for name, p in ref.params.items():
-        value, p.grad = ref.entry(name).float(), None
+        value, p.grad = ref.exact(name), None
         p.data = value.clone()
     for buffer in (buffer for model in ref.models for buffer in model.buffers()):
         buffer.data = buffer.float() if buffer.is_floating_point() else buffer

@@ -5,6 +5,7 @@ Every model is plain PyTorch. `half` is the reference's: its linear layers then 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -132,6 +133,11 @@ class KeepsState(Optimizer):
         self.counts = {"steps": torch.zeros(()), "by": [0]}
         self.generator = torch.Generator().manual_seed(1)
         self.random = random.Random(2)
+
+    def take(self, other: KeepsState) -> None:
+        """Take the own state of `other`."""
+        for name in ("norm", "seen", "counts", "generator", "random"):
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
 
     def own(self) -> list[Any]:
         """Return the optimizer's own state, to be compared."""

@@ -22,7 +22,7 @@ class Reference:
     """Models, optimizers and loss scales at one level. Models come in FP32 and are copied."""
 
     def __init__(self, models: list[Any], groups: Any, make: list[Any], scalers: list[Scaler], start: Any) -> None:
-        level, self.adopt = start["level"], start["adopt"]
+        level = start["level"]
         self.level, self.scalers = level, scalers
         self.arrives = arrives = getattr(torch, start.get("half") or "float32")
         casts = level not in ("O1", "O4")
@@ -46,19 +46,19 @@ class Reference:
         self.home: dict[str, int] = {}  # their optimizers
         self.windows: list[Window | None] = [None for _ in groups]
         self.overflowed, self.skipped = [False for _ in groups], [False for _ in groups]
-        self.seen = [False for _ in groups]  # whether there was a backward since the last step
-        self.left = [False for _ in groups]  # whether the last step was skipped, and none was since
-        self.losses = 0  # at a scale of 1 without masters
+        self.losses = 0  # at a scale of 1
         self.passed: list[int | None] = [None for _ in groups]  # the last of them whose gradients were not looked at
-        self.looked: list[list[Any]] = [[] for _ in groups]  # gradients that were looked at, with their versions
+        self.looked: list[list[Any] | None] = [None for _ in groups]  # gradients that were looked at, with versions
+        self.left = [False for _ in groups]  # whether the last step was skipped, and gradients of it may be there
+        self.scanned: list[Any] = [None for _ in groups]  # groups, and which have masters, as they were looked at last
         self.moved: set[str] = set()  # parameters that the user wrote since their masters looked last
         self.added: set[str] = set()  # to a group, since masters were looked for
         self.regrouped: set[int] = set()  # optimizers whose groups lost something since
         self.written: set[str] = set()  # and masters that the user wrote since they were rounded last
-        self.relaid: set[str] = set()  # parameters with other memory since their masters looked last
-        self.spent: set[str] = set()  # parameters whose masters' gradients a step discarded, and no zero_grad since
+        self.loaded: set[str] = set()  # masters whose value a checkpoint gave
         self.hooks: list[list[Any]] = [[] for _ in groups]  # of the user's, before steps
         self.fresh: set[int] = set(range(len(groups)))  # optimizers whose masters have not looked yet
+        self.deferred: set[int] = set()  # optimizers whose next step does the clipping
         self.clipped: set[int] = set()  # optimizers whose gradients, and what follows, are right but for rounding
         exact = {f"m{i}.{n}": p.detach() for i, m in enumerate(models) for n, p in m.named_parameters()}
         for o in range(len(groups)):
@@ -74,6 +74,14 @@ class Reference:
     def entry(self, name: str) -> nn.Parameter:
         """Return the weight that the optimizer steps."""
         return self.masters[name] if name in self.masters and name not in self.added else self.params[name]
+
+    def params_of(self, o: int) -> list[nn.Parameter]:
+        """Return the model's parameters that an optimizer steps; they have the gradients."""
+        return [self.params[name] for name in self.names(o)]
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.scalers[0].dynamic or self.scalers[0].scale != 1.0
 
     def forward(self, m: int, x: Tensor, *args: Any) -> Tensor:
         cast = self.level in ("O2", "O3", "O5")
@@ -97,12 +105,16 @@ class Reference:
             param = self.params[name]
             if name not in self.masters and param.dtype != torch.float32 and param.requires_grad:
                 self.masters[name] = nn.Parameter((exact or self.params)[name].float().clone())
+                param.grad_dtype = None  # its gradient may be FP32
                 self.home[name] = o
                 self.moved.discard(name)
                 if param in optimizer.state:
                     optimizer.state[self.masters[name]] = optimizer.state.pop(param)
         for group, names in zip(optimizer.param_groups, self.groups[o], strict=True):
             group["params"] = [self.entry(name) for name in names]
+        now = [[(name, name in self.masters) for name in group] for group in self.groups[o]]
+        if now != self.scanned[o]:
+            self.scanned[o], self.looked[o] = now, None
 
     def scan_open(self, optimizers: list[int]) -> None:
         """Look in optimizers whose windows were left open for parameters in common with these."""
@@ -112,49 +124,33 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, o: int) -> None:
-        """Masters follow parameters that the user wrote; the first time also what was written unseen."""
-        if o in self.fresh:
-            self.take_over(o)
-            self.fresh.discard(o)
-        if dist.is_initialized():  # other memory may hold other values on each rank, so masters take them whole
-            self.moved |= self.relaid.intersection(self.names(o))
-        for name in [name for name in self.names(o) if name in self.masters and name in self.moved]:
-            self.masters[name].copy_(self.params[name])
-            self.moved.discard(name)
-            self.written.discard(name)
-        self.relaid.difference_update(self.names(o))
+        """Masters follow parameters that the user wrote; with ranks, the first time, whatever they hold."""
+        are_ranks, is_first = dist.is_initialized(), o in self.fresh
+        self.fresh.discard(o)
+        for name in [name for name in self.names(o) if name in self.masters]:
+            if name in self.moved or (is_first and are_ranks and name not in self.loaded | self.written):
+                self.masters[name].copy_(self.params[name] if are_ranks else self.merged(name))
+                self.moved.discard(name)
+                self.written.discard(name)
 
-    def settle(self, o: int) -> None:
-        """Bring masters up to date before a step or a save, also with unseen writes, if that was asked for."""
-        self.scan(o)
-        self.refresh(o)
-        if self.adopt:
-            self.take_over(o)
+    def merged(self, name: str) -> Tensor:
+        """The master where it rounds to the parameter, else the parameter."""
+        param, master = self.params[name].detach(), self.masters[name].detach()
+        return torch.where(param != master.to(param.dtype), param.float(), master)
 
     @torch.no_grad()
     def exact(self, name: str) -> Tensor:
-        """The FP32 value of a parameter that training goes on from."""
-        param, master = self.params[name], self.masters.get(name)
-        if master is None or name in self.moved:
-            return param.float()
-        looks = name not in self.written and (self.adopt or self.home[name] in self.fresh)
-        return torch.where(param != master.to(param.dtype), param.float(), master) if looks else master.detach()
+        """The FP32 value of a parameter that training goes on from, and that a checkpoint has."""
+        if name not in self.masters or (name in self.moved and dist.is_initialized()):
+            return self.params[name].float()
+        is_written = name in self.written and name not in self.moved
+        return self.masters[name].detach() if is_written else self.merged(name)
 
     @torch.no_grad()
     def saved(self, name: str) -> Tensor:
         """What a checkpoint has: the FP32 value of a parameter, or itself if it came in its type and has no master."""
-        param, master = self.params[name], self.masters.get(name)
-        if master is None:
-            return param.detach() if param.dtype is self.arrives else param.float()
-        if name in self.moved:
-            return param.float()
-        if name in self.written:
-            return master.detach()
-        return torch.where(param != master.to(param.dtype), param.float(), master)
-
-    def take_over(self, o: int) -> None:
-        for name in [name for name in self.names(o) if name in self.masters and name not in self.written]:
-            self.masters[name].data = self.exact(name)
+        param = self.params[name]
+        return param.detach() if name not in self.masters and param.dtype is self.arrives else self.exact(name)
 
     @torch.no_grad()
     def write_back(self, o: int, only: set[str] | None = None) -> None:
@@ -162,67 +158,94 @@ class Reference:
             self.params[name].copy_(self.masters[name])
             self.written.discard(name)
 
-    def passes_through(self, optimizers: list[int], loss_id: int) -> bool:
-        scaler = self.scalers[loss_id]
-        works = scaler.dynamic or scaler.scale != 1.0 or self.by_master
-        return not works and all(self.windows[o] is None for o in optimizers)
+    # --- gradients: those of the model's parameters, FP32 beside a master where a scaled loss or a clip left them ----
+
+    def gradients(self, o: int) -> list[Any]:
+        """The gradients of an optimizer, with their versions."""
+        grads = [param.grad for param in self.params_of(o)]
+        return [(grad, -1 if grad is None else grad._version) for grad in grads]
+
+    def has_gradients(self, o: int) -> bool:
+        return any(param.grad is not None for param in self.params_of(o))
+
+    def is_looked(self, o: int) -> bool:
+        return self.looked[o] is not None and is_same(self.gradients(o), self.looked[o])
+
+    @torch.no_grad()
+    def widen(self, o: int) -> None:
+        """Gradients beside masters become FP32."""
+        was_looked = self.is_looked(o)
+        for name in [name for name in self.names(o) if name in self.masters]:
+            grad = self.params[name].grad
+            if grad is not None and grad.dtype != torch.float32:
+                self.params[name].grad = None
+                self.params[name].grad = grad.float()
+        if was_looked:
+            self.looked[o] = self.gradients(o)
+
+    def forget(self, o: int) -> None:
+        """What was found of gradients that are gone decides no step."""
+        self.overflowed[o], self.passed[o], self.looked[o] = False, None, None
 
     def enter_passed(self, optimizers: list[int]) -> None:
-        """Where there is nothing to scale gradients stay where they are."""
+        """At a scale of 1 gradients stay where they are."""
         for o in optimizers:
-            if all(self.params[name].grad is None for name in self.names(o)):
-                self.passed[o] = None
+            self.scan(o)
+            self.refresh(o)
+            if self.has_gradients(o):
+                self.widen(o)
+            else:
+                self.forget(o)
 
     def leave_passed(self, optimizers: list[int]) -> None:
         """They are looked at later, with those of all optimizers of their loss."""
         self.losses += 1
         for o in optimizers:
-            self.passed[o] = self.losses
+            self.passed[o] = self.losses if self.skips else None
 
     def look(self, o: int, is_stepping: bool = False) -> None:
-        """Before a step or a clip where there is nothing to scale: gradients that came since the last look decide."""
-        now = self.gradients(o)
-        if not (self.skips and self.passes_through([o], 0)) or all(grad is None for grad, _ in now):
+        """Before a step or a clip: gradients that came, or were written, since the last look decide."""
+        if not self.has_gradients(o) or not (self.skips or self.scalers[0].dynamic):
             return
-        if not (is_stepping and self.left[o]) and is_same(now, self.looked[o]):
+        if not (is_stepping and self.left[o]) and self.is_looked(o):
             return
         together = [one for one, loss in enumerate(self.passed) if one == o or (loss and loss == self.passed[o])]
         found = [grad for one in together for grad, _ in self.gradients(one) if grad is not None]
         overflowed = not all(bool(grad.isfinite().all()) for grad in found)
         for one in together:
-            self.overflowed[one] |= overflowed
+            self.overflowed[one] = overflowed
             self.left[one], self.passed[one], self.looked[one] = False, None, self.gradients(one)
 
-    def gradients(self, o: int) -> list[Any]:
-        """The gradients of an optimizer, with their versions."""
-        grads = [self.params[name].grad for name in self.names(o)]
-        return [(grad, -1 if grad is None else grad._version) for grad in grads]
-
-    def enter(self, optimizers: list[int], loss_id: int, heed: bool = True) -> float:
-        """Set earlier gradients aside. Returns the scale of the loss: it has one, and windows of others close.
-
-        Args:
-            heed: a backward follows, so that what `zero_grad` was to reach goes.
-        """
+    def enter(self, optimizers: list[int], loss_id: int) -> float:
+        """Returns the scale of the loss: it has one, and windows of others close."""
         self.scan_open(optimizers)
         left = [(o, window.writes) for o in optimizers if (window := self.windows[o])]
+        for o in [o for o, _ in left if not self.has_gradients(o)]:
+            self.windows[o] = None
+            self.forget(o)
+        left = [(o, writes) for o, writes in left if self.windows[o]]
         for o in [o for o, writes in left if writes != left[0][1]]:
             self.exit([o], loss_id)
         for o in optimizers:
             self.scan(o)
             self.refresh(o)
-            if heed:
-                self.heed_zero_grad(o)
+            if not self.has_gradients(o):
+                self.forget(o)
         scaler = self.scalers[loss_id]
-        scale, writes = next(
-            ((w.scale, w.writes) for o in optimizers if (w := self.windows[o])), (scaler.scale, scaler.writes)
-        )
+        return next((w.scale for o in optimizers if (w := self.windows[o])), scaler.scale)
+
+    def begin(self, optimizers: list[int], loss_id: int, scale: float) -> None:
+        """The backward begins: set earlier gradients aside, and look at those that nobody has looked at."""
+        writes = next((w.writes for o in optimizers if (w := self.windows[o])), self.scalers[loss_id].writes)
         for o in [o for o in optimizers if self.windows[o] is None]:
-            earlier = {name: g for name in self.names(o) if (g := self.entry(name).grad) is not None}
-            self.windows[o] = Window(scale, loss_id, writes, earlier)
-            for name in self.names(o):
-                self.params[name].grad = self.entry(name).grad = None
-        return scale
+            earlier = {name: g for name in self.names(o) if (g := self.params[name].grad) is not None}
+            unseen = bool(earlier) and not self.is_looked(o)
+            if unseen or not earlier:
+                self.overflowed[o] = False
+            bad = unseen and not all(bool(g.isfinite().all()) for g in earlier.values())
+            self.windows[o] = Window(scale, loss_id, writes, earlier, bad)
+            for param in self.params_of(o):
+                param.grad = None
 
     @torch.no_grad()
     def exit(self, optimizers: list[int], loss_id: int, late_check: bool = False) -> None:
@@ -230,104 +253,92 @@ class Reference:
         scaler = self.scalers[loss_id]
         overflowed = scaler.overflowed
         for o in optimizers:
-            self.heed_zero_grad(o)
             window, self.windows[o] = self.windows[o], None
-            for name in self.names(o) if window else ():
-                param, entry, total = self.params[name], self.entry(name), window.earlier.get(name)
-                if total is not None and entry is param and not self.seen[o]:
-                    overflowed |= not bool(total.isfinite().all())
+            assert window is not None
+            overflowed |= window.bad
+            for name in self.names(o):
+                param, total = self.params[name], window.earlier.get(name)
+                wide = torch.float32 if name in self.masters else param.dtype
+                total = None if total is None else total.to(wide)
                 if param.grad is not None:
                     overflowed |= not bool(param.grad.isfinite().all())
-                    grad = (param.grad.float() / window.scale).to(entry.dtype)
+                    grad = (param.grad.float() / window.scale).to(wide)
                     total = grad if total is None else total + grad
-                entry.grad = total
-            self.seen[o], self.left[o] = True, False
+                param.grad = None
+                param.grad = total
+            self.left[o], self.passed[o], self.looked[o] = False, None, self.gradients(o)
         scaler.overflowed = overflowed and late_check
         if not late_check:
             scaler.update(overflowed)
             for o in optimizers:
                 self.overflowed[o] |= overflowed and (scaler.dynamic or self.skips)
 
-    def abandon(self, optimizers: list[int], reentered: dict[int, list[Any]]) -> None:
+    def abandon(self, optimizers: list[int], reentered: dict[int, list[Any]], began: bool) -> None:
         """Gradients as they were at the entry; what a backward added to scaled ones cannot be told apart."""
-        for o in optimizers:
+        for o in optimizers if began else ():
             if reentered.get(o) == self.marks(o):
                 continue
             window, self.windows[o] = self.windows[o], None
+            assert window is not None
             for name in self.names(o):
                 self.params[name].grad = None
-                self.entry(name).grad = window.earlier.get(name) if window else None
+                self.params[name].grad = window.earlier.get(name)
+            self.looked[o] = None
 
     def marks(self, o: int) -> list[Any]:
         """Equal to those of before if no backward wrote in between."""
-        grads = [self.params[name].grad for name in self.names(o)]
-        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+        return [None if grad is None else (id(grad), version) for grad, version in self.gradients(o)]
 
-    def step(self, o: int) -> None:
+    def step(self, o: int) -> bool:
+        """Returns False for a step that is refused, since no loss scale has multiplied its half gradients."""
         self.scan_open([o])
         self.scan(o)
+        self.write_back(o, self.written - self.moved)
+        self.refresh(o)
         if (window := self.windows[o]) is not None:
             self.exit([o], window.loss_id)
-        elif (
-            self.left[o]
-            and not self.passes_through([o], 0)
-            and any(self.entry(name).grad is not None for name in self.names(o) if name not in self.masters)
-        ):
-            self.enter([o], 0)
-            self.exit([o], 0)
         for hook in self.hooks[o]:
-            hook(self.optimizers[o], (), {})
+            hook(self.params_of(o))
+        if self.is_scaled and any(self.has_half(name) for name in self.names(o)):
+            return False
         self.look(o, is_stepping=True)
+        if self.are_gone(o):
+            self.overflowed[o] = False  # what was found of gradients goes with them
         self.skipped[o], self.overflowed[o] = self.overflowed[o], False
-        self.seen[o], self.left[o] = False, self.skipped[o]
-        self.passed[o], self.looked[o] = None, self.looked[o] if self.skipped[o] else []
-        self.scan(o)
-        self.write_back(o, self.written - self.moved)
-        self.settle(o)
+        self.left[o], self.passed[o], self.looked[o] = self.skipped[o], None, None
         if not self.skipped[o]:
+            mine = [name for name in self.names(o) if name in self.masters]
+            for name in mine:
+                grad = self.params[name].grad
+                self.masters[name].data.copy_(self.merged(name))  # writes that moved no version
+                self.masters[name].grad = None if grad is None else grad.float()
             self.optimizers[o].step()
             self.write_back(o)
-        for name in [name for name, home in self.home.items() if home == o]:
-            if self.masters[name].grad is not None:
-                self.spent.add(name)
-            self.params[name].grad = self.masters[name].grad = None
+            for name in mine:
+                self.masters[name].grad = None
+        return True
 
-    def has_spent(self, o: int) -> bool:
-        """True if masters' gradients were discarded by a step, which `zero_grad` in place would make 0."""
-        return self.by_master and (not self.seen[o] or not all(map(self._has_gradient, self.spent & {*self.names(o)})))
+    def are_gone(self, o: int) -> bool:
+        """True if there were gradients when they were last checked, and there are none now."""
+        had = any(grad is not None for grad, _ in self.looked[o] or ())
+        return had and all(self.params[name].grad is None for name in self.names(o))
 
-    def _has_gradient(self, name: str) -> bool:
-        earlier = any(name in window.earlier for window in self.windows if window is not None)
-        return earlier or self.entry(name).grad is not None or self.params[name].grad is not None
+    def has_half(self, name: str) -> bool:
+        grad = self.params[name].grad
+        return name in self.masters and grad is not None and grad.dtype != torch.float32
 
     def zero_grad(self, o: int, set_to_none: bool) -> None:
-        self.optimizers[o].zero_grad(set_to_none)
+        zero(self.params_of(o), set_to_none)
+        if (window := self.windows[o]) is not None:
+            window.drop("")
+
+
+def zero(params: Any, set_to_none: bool) -> None:
+    for param in params:
         if set_to_none:
-            self.spent.difference_update(self.names(o))
-        if (window := self.windows[o]) is not None:  # everything of before and of now
-            window.zero(self.names(o), self.params, set_to_none)
-            window.in_place = not set_to_none and (window.in_place or not window.zeroed)
-            window.zeroed = True
-
-    def zero_grad_in_body(self, o: int, set_to_none: bool, is_reentered: bool, heed: bool) -> None:
-        """Zero before a backward begins: earlier gradients go; those of an open window when it is looked at next."""
-        window = self.windows[o]
-        if is_reentered:
-            self.zero_grad(o, set_to_none)
-            if heed:
-                self.heed_zero_grad(o)
-        elif window is not None:
-            window.earlier = {} if set_to_none else {n: torch.zeros_like(g) for n, g in window.earlier.items()}
-        else:
-            self.optimizers[o].zero_grad(set_to_none)
-
-    def heed_zero_grad(self, o: int) -> None:
-        if (window := self.windows[o]) is not None and window.zeroed:
-            window.zeroed = False
-            for name in [name for name in self.names(o) if name in self.masters]:
-                if window.in_place and self.params[name].grad is not None:
-                    window.earlier[name] = torch.zeros_like(self.masters[name])
-                self.params[name].grad = self.masters[name].grad = None
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.zero_()
 
 
 def is_same(now: list[Any], before: list[Any]) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -41,13 +39,9 @@ class Window:
     loss_id: int
     writes: int  # what the scaler had seen when it opened
     earlier: dict[str, Tensor] = field(default_factory=dict)
-    zeroed: bool = False  # through the masters, whose parameters still show their gradients
-    in_place: bool = False  # and then their gradient is 0
+    bad: bool = False  # True if earlier ones, which nobody had looked at, are not finite
 
-    def zero(self, names: list[str], params: Any, set_to_none: bool) -> None:
-        """Earlier gradients, too. What is untouched in the window shows its own."""
-        for name in [name for name in names if name in self.earlier]:
-            if not set_to_none and params[name].grad is None:
-                self.earlier[name] = torch.zeros_like(self.earlier[name])
-            else:
-                del self.earlier[name]
+    def drop(self, start: str) -> None:
+        """Drop earlier gradients of parameters whose names begin so, as zeroing does."""
+        self.earlier = {name: grad for name, grad in self.earlier.items() if not name.startswith(start)}
+        self.bad &= not all(bool(grad.isfinite().all()) for grad in self.earlier.values())

@@ -24,7 +24,7 @@ FUSED_ALONE = ("fused sgd", "fused adam", "fused lamb", "fused novograd", "fused
 BETWEEN = {
     **dict.fromkeys(("clip", "drop_gradient", "edit_gradient", "move_between_groups", "zero_grad"), 3),
     **dict.fromkeys(("add_group", "remove_param", "freeze", "change_state", "write_master", "write_param"), 1),
-    **dict.fromkeys(("write_param_hidden", "set_scale", "load", "save", "edit_model_gradient", "copy_model"), 1),
+    **dict.fromkeys(("write_param_hidden", "set_scale", "load", "save", "copy_model"), 1),
     **dict.fromkeys(("collect", "backward_outside", "set_lr", "forward", "in_another_thread", "average"), 0.5),
     "step": 6,
 }
@@ -65,7 +65,6 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
         "loss_scale": source.choice([None, None, 64.0] if dynamic else [None, None, None, "dynamic", 64.0]),
         "max_loss_scale": source.choice([2.0**4, 2.0**10, 2.0**12, 2.0**24]),
         "window": source.choice([2, 3, 2000]),
-        "adopt": level in ("O2", "O5") and source.random() < 0.2,
         "skips": source.choice([True, False, False, "auto", "auto"]),
         "half": source.choice([*[None] * 6, "float16", "bfloat16"]),
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_engine import AmpGradientWarning, Engine, kernels
+from amp_engine import Engine, kernels
 from amp_engine.kernels import choice
 from tests.gpu.support import (
     GPU,
@@ -137,6 +137,7 @@ def test_an_iteration_is_six_launches(count, monkeypatch):
     assert ops.names == [*scaling, *["run"] * CHECK_LAUNCHES, *["step"] * STEP_LAUNCHES]
 
 
+@pytest.mark.skipif(not kernels.has_native(GPU), reason="needs compiled kernels: others compare one by one")
 def test_an_optimizers_own_step_is_as_many_operations_for_any_number_of_tensors():
     counts = []
     for count in (3, 30):
@@ -381,32 +382,6 @@ def test_addresses_that_change_while_the_host_runs_ahead():
         on_cpu.gradients[0] = [g.cpu() for g in gradients]
         on_cpu.step(table, 0, BASE, inv_scale=torch.tensor(INV_SCALE))
     assert_same_bits(ours.outcome(), on_cpu.outcome())
-
-
-@pytest.mark.parametrize("on_side_stream", [False, True])
-def test_gradients_written_after_the_exit_change_nothing_on_any_stream(on_side_stream):
-    """torch orders the copies before such a write with the stream that the backward ran on."""
-    torch.manual_seed(0)
-    width = 64 if STANDS_IN else 4096
-    model = torch.nn.Linear(width, width, device=GPU)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stream = cuda.Stream() if on_side_stream else cuda.default_stream()
-    cuda.synchronize()
-    with Engine() as engine, cuda.stream(stream):
-        engine.initialize(model, optimizer, opt_level="O5", verbosity=0)
-        before = model.weight.detach().clone()
-        with engine.scale_loss(model(torch.ones(8, width, device=GPU)).float().mean(), optimizer) as scaled_loss:
-            cuda._sleep(50_000_000)
-            scaled_loss.backward()
-        expected = model.weight.grad.float().clone()
-        for p in model.parameters():
-            p.grad.fill_(7.0)
-        gradient = next(engine.master_params(optimizer)).grad.clone()
-        with pytest.warns(AmpGradientWarning, match="no effect"):
-            optimizer.step()
-        stream.synchronize()
-        assert torch.equal(gradient, expected)
-        assert not torch.equal(model.weight, before)
 
 
 def test_work_is_queued_on_the_current_stream():

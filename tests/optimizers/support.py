@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.optimizers.formulas import Formula
-from tests.support import frozen, group_params
+from tests.support import frozen, weights_of
 
 CLASSES: dict[str, type[Optimizer]] = {
     "FusedSGD": FusedSGD,
@@ -83,7 +83,7 @@ def give(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
 
 def run(optimizer: Optimizer, steps: Iterable[int], after: Callable[[int], None] = lambda index: None) -> None:
     """Take one step with each of these gradients."""
-    params = group_params(optimizer)
+    params = weights_of(optimizer)
     for index in steps:
         give(params, gradients(params, index))
         optimizer.step()
@@ -129,7 +129,7 @@ def assert_follows(
 
     `params` are those of `truth`, if the optimizer has not all of them yet.
     """
-    params = params or group_params(optimizer)
+    params = params or weights_of(optimizer)
     start = [param.detach().double() for param in params]
     truth.params = list(start)
     truth.step(grads)

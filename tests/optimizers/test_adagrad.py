@@ -17,7 +17,7 @@ from tests.optimizers.support import (
     parameters,
     run,
 )
-from tests.support import frozen, group_params
+from tests.support import frozen, weights_of
 
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {"lr": 1e-2, "weight_decay": 0.0},
@@ -38,7 +38,7 @@ def test_the_error_is_at_most_twice_that_of_torch() -> None:
     fused, torchs = made("FusedAdagrad", ours), torch.optim.Adagrad(theirs, lr=0.05, weight_decay=1e-3)
     run(torchs, range(20))
     run(fused, range(20), lambda index: truth.step(gradients(ours, index)))
-    states = [[optimizer.state[param] for param in group_params(optimizer)] for optimizer in (fused, torchs)]
+    states = [[optimizer.state[param] for param in weights_of(optimizer)] for optimizer in (fused, torchs)]
     assert_at_most_twice("FusedAdagrad", (ours, states[0]), (theirs, states[1]), truth, start)
 
 

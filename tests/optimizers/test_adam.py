@@ -24,7 +24,7 @@ from tests.optimizers.support import (
     parameters,
     run,
 )
-from tests.support import assert_bitwise, frozen, group_params
+from tests.support import assert_bitwise, frozen, weights_of
 
 TORCHS: dict[bool, Any] = {True: torch.optim.AdamW, False: torch.optim.Adam}
 CASES: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def test_the_error_is_at_most_twice_that_of_torch(settings: dict[str, Any], adam
     torchs = TORCHS[adam_w_mode](theirs, foreach=False, **settings)
     run(torchs, range(20))
     run(fused, range(20), lambda index: truth.step(gradients(ours, index)))
-    states = [[optimizer.state[param] for param in group_params(optimizer)] for optimizer in (fused, torchs)]
+    states = [[optimizer.state[param] for param in weights_of(optimizer)] for optimizer in (fused, torchs)]
     assert_at_most_twice("FusedAdam", (ours, states[0]), (theirs, states[1]), truth, start)
     assert counts(fused) == {20.0}
 

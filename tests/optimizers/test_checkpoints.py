@@ -23,7 +23,7 @@ from tests.optimizers.support import (
     parameters,
     run,
 )
-from tests.support import assert_bitwise, frozen, group_params, optimizer_values
+from tests.support import assert_bitwise, frozen, optimizer_values, weights_of
 
 EVERY = pytest.mark.parametrize("name", CLASSES)
 
@@ -210,7 +210,7 @@ def test_a_copy_goes_on_like_the_original_and_apart_from_it(name: str, steps: in
     run(original, range(steps))
     other = copied(original)
     assert type(other) is type(original)
-    assert not {id(param) for param in group_params(other)} & {id(param) for param in params}
+    assert not {id(param) for param in weights_of(other)} & {id(param) for param in params}
     before = optimizer_values(original)
     run(other, range(steps, steps + 3))
     assert_bitwise(optimizer_values(original), before)
@@ -223,7 +223,7 @@ def test_a_copy_goes_on_like_the_original_and_apart_from_it(name: str, steps: in
 @EVERY
 def test_a_copy_zeroes_gradients_as_the_original_does(name: str, set_grad_none: bool) -> None:
     other = copy.deepcopy(made(name, parameters([(3,)]), set_grad_none=set_grad_none))
-    (param,) = group_params(other)
+    (param,) = weights_of(other)
     param.grad = torch.ones(3)
     other.zero_grad()
     assert (param.grad is None) == set_grad_none
@@ -276,7 +276,7 @@ def _empty(optimizer: Any) -> None:
 
 
 def _pop(optimizer: Any) -> None:
-    for param in group_params(optimizer):
+    for param in weights_of(optimizer):
         optimizer.state.pop(param)
 
 
@@ -285,7 +285,7 @@ def _replace(optimizer: Any) -> None:
 
 
 def _replace_each(optimizer: Any) -> None:
-    for param in group_params(optimizer):
+    for param in weights_of(optimizer):
         optimizer.state[param] = {}
 
 

@@ -21,11 +21,11 @@ from tests.support import (
     assert_bitwise,
     backward,
     frozen,
-    group_params,
     masters,
     optimizer_values,
     picture,
     train,
+    weights_of,
 )
 
 EVERY = pytest.mark.parametrize("name", CLASSES)
@@ -217,7 +217,7 @@ def test_a_checkpoint_goes_on_without_amp_and_the_other_way_round(name: str, lev
     model, optimizer = started(name, level, seed=5)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    assert_bitwise(masters(optimizer), [param.detach() for param in group_params(alone)])
+    assert_bitwise(masters(optimizer), [param.detach() for param in weights_of(alone)])
     assert_bitwise(saved_by(optimizer), state)
     train(NORMED_MLP, model, optimizer, "c")
 
@@ -247,9 +247,9 @@ def test_close_after_training_gives_back_masters_hooks_and_state_and_training_go
     exact, saved = masters(optimizer), saved_by(optimizer)
     amp.close()
     if level != "O3":
-        assert_bitwise(group_params(optimizer), exact)
+        assert_bitwise(weights_of(optimizer), exact)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
-    assert {id(param) for param in group_params(optimizer)} == {id(param) for param in params}
+    assert {id(param) for param in weights_of(optimizer)} == {id(param) for param in params}
     assert set(optimizer.state) == set(params)
     assert_bitwise(saved_by(optimizer), saved)
     assert not any(getattr(module, hooks) for module in model.modules() for hooks in MODULE_HOOKS)
@@ -264,7 +264,7 @@ def test_close_after_training_gives_back_masters_hooks_and_state_and_training_go
             its.zero_grad()
             NORMED_MLP.loss(each, NORMED_MLP.batch(index)).backward()
             its.step()
-    assert_bitwise(group_params(optimizer), group_params(alone))
+    assert_bitwise(weights_of(optimizer), weights_of(alone))
     assert_bitwise(saved_by(optimizer), saved_by(alone))
     for hooks in OPTIMIZER_HOOKS:
         assert list(getattr(optimizer, hooks).values()) == list(getattr(alone, hooks).values())
@@ -273,11 +273,11 @@ def test_close_after_training_gives_back_masters_hooks_and_state_and_training_go
 # --- masters --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("looked_at", [False, True], ids=["one pass", "gradients materialised"])
+@pytest.mark.parametrize("looked_at", [False, True], ids=["one pass", "FP32 gradients"])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @EVERY
 def test_a_step_of_masters_is_the_step_of_float32_copies(name: str, level: str, looked_at: bool) -> None:
-    """The step may read half gradients directly, or float32 ones that were read before, with equal results."""
+    """The step may read half gradients, or float32 ones that were read before, with equal results."""
     model, optimizer = started(name, level)
     params = [param for group in ("2d", "1d") for param in model.parameters() if (param.ndim > 1) == (group == "2d")]
     copies = [nn.Parameter(master) for master in masters(optimizer)]
@@ -288,10 +288,8 @@ def test_a_step_of_masters_is_the_step_of_float32_copies(name: str, level: str, 
     for index in range(4):
         optimizer.zero_grad()
         backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
-        scale = amp._amp_state.loss_scalers[0].loss_scale()
         for param, twin in zip(params, copies, strict=True):
-            own = param.grad.detach().float()
-            twin.grad = own.clone() if param.dtype == torch.float32 else own / scale
+            twin.grad = param.grad.to(torch.float32, copy=True)
         if looked_at:
             assert_bitwise([param.grad for param in amp.master_params(optimizer)], [twin.grad for twin in copies])
         optimizer.step()
@@ -300,9 +298,9 @@ def test_a_step_of_masters_is_the_step_of_float32_copies(name: str, level: str, 
             assert_bitwise(masters(optimizer), [twin.detach() for twin in copies])
         else:
             torch.testing.assert_close(masters(optimizer), [twin.detach() for twin in copies], rtol=2e-6, atol=2e-7)
-    for master, twin in zip(amp.master_params(optimizer), copies, strict=True):
+    for param, twin in zip(params, copies, strict=True):
         for key, value in alone.state[twin].items():
-            torch.testing.assert_close(optimizer.state[master][key], value, rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(optimizer.state[param][key], value, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)

@@ -33,7 +33,7 @@ from tests.optimizers.support import (
     parameters,
     run,
 )
-from tests.support import assert_bitwise, frozen, group_params, optimizer_values
+from tests.support import assert_bitwise, frozen, optimizer_values, weights_of
 
 EVERY = pytest.mark.parametrize("name", CLASSES)
 SECOND = {"FusedSGD": {"momentum": 0.5, "nesterov": True}, "FusedAdagrad": {"eps": 0.1, "adagrad_w_mode": True}}
@@ -88,7 +88,7 @@ def test_a_parameter_that_moves_to_the_next_group_is_stepped_by_its_settings(nam
                 with torch.no_grad():
                     moved.fill_(1.0)
                     there.fill_(1.0)
-                for p in group_params(optimizer):
+                for p in weights_of(optimizer):
                     p.grad = torch.full_like(p, 0.5)
                 optimizer.step()
                 first, second = (group["params"] for group in optimizer.param_groups)

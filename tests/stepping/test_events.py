@@ -61,7 +61,7 @@ def subscribed(events: Events) -> list[str]:
 def test_a_backward_is_told_of_from_its_entry_to_its_end(level: str) -> None:
     with Engine() as engine:
         model, optimizer = started(level, task=MLP, engine=engine)
-        told = subscribed(engine.backwards.events)
+        told = subscribed(engine.records.events)
         backward(MLP.loss(model, MLP.batch(0)), optimizer, engine=engine)
         assert told == ["entering", "entered", "leaving", "closed", "left"]
 
@@ -70,7 +70,7 @@ def test_a_backward_is_told_of_from_its_entry_to_its_end(level: str) -> None:
 def test_the_end_of_a_body_that_raises_is_told_and_nothing_was_closed(level: str) -> None:
     with Engine() as engine:
         model, optimizer = started(level, task=MLP, engine=engine)
-        told = subscribed(engine.backwards.events)
+        told = subscribed(engine.records.events)
         with pytest.raises(KeyError), engine.scale_loss(MLP.loss(model, MLP.batch(0)), optimizer):
             raise KeyError
         assert told == ["entering", "entered", "leaving", "left"]
@@ -79,14 +79,14 @@ def test_the_end_of_a_body_that_raises_is_told_and_nothing_was_closed(level: str
 def test_a_rehearsal_tells_observers_of_its_own_alone() -> None:
     with Engine() as engine:
         model, optimizer = started("O2", task=MLP, engine=engine)
-        told = subscribed(engine.backwards.events)
-        with engine.backwards.rehearsal() as events:
+        told = subscribed(engine.records.events)
+        with engine.records.rehearsal() as events:
             own: list[Any] = []
             events.closed.subscribe(lambda rows, found: own.append(found))
             backward(MLP.loss(model, MLP.batch(0)), optimizer, engine=engine)
         assert told == []
         assert len(own) == 1
-        engine.backwards.all[0].forget_backwards()
+        optimizer.zero_grad()
         backward(MLP.loss(model, MLP.batch(0)), optimizer, engine=engine)
         assert len(told) == 5
 
@@ -94,7 +94,7 @@ def test_a_rehearsal_tells_observers_of_its_own_alone() -> None:
 def test_a_skip_is_told_once() -> None:
     with Engine() as engine:
         model, optimizer = started("O2", task=MLP, engine=engine)
-        told = subscribed(engine.backwards.events)
+        told = subscribed(engine.records.events)
         with engine.scale_loss(MLP.loss(model, MLP.batch(0)) * torch.inf, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from amp_engine import amp
-from amp_engine.stepping.hook import step_last
+from amp_engine.stepping.step import step_last
 from amp_engine.tools.advice.script_steps import ScriptSteps, models_of
 from amp_engine.tools.telemetry.wording import plural
 

@@ -70,7 +70,7 @@ class PlainScript:
             if obstacle is not None:
                 self._engine.give_up(obstacle)
             self._optimizer = self._optimizer_of_calls = optimizer
-            # Gradients that never reach the masters would make the losses of a level differ.
+            # Writes that masters take rounded would make the losses of a level differ.
             warnings.filterwarnings("error", category=AmpGradientWarning)
             self._engine.initialize_plain(models[0], optimizer)
         elif self._optimizer is not None and optimizer is not self._optimizer:

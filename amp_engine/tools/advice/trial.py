@@ -76,12 +76,12 @@ class TrialEngine(Engine):
         half = self.policy and self.policy.low_precision
         new = (one for one in dropped if one not in self._trial.dropped)
         self._note(asked=asked, dtype=dtype_name(half) if half else None, dropped=(*self._trial.dropped, *new))
-        self._pendings = [one.pending for one in self.backwards.all]
+        self._pendings = [one.pending for one in self.records.all]
         self._look_at_device()
         if self._first_gradient is not None:
             self._first_gradient.begin(self._initialized.models)
-        if self.backwards.optimizers and self._first() is None:
-            first = self.backwards.optimizers[0]
+        if self.records.optimizers and self._first() is None:
+            first = self.records.optimizers[0]
             self._first = weakref.ref(first)
             self._hook = first.register_step_post_hook(self._after_step)
         return result

@@ -406,7 +406,7 @@ def _found(engine: Engine, step_fn: Callable[[], Any], loss_scale: float | None)
     search = _Search(models)
     search.look_at_weights(p for model in models for p in model.parameters())
     search.look_at_buffers()
-    rehearse(search, "find_overflow", step_fn, models, engine.backwards, engine.scalers, loss_scale)
+    rehearse(search, "find_overflow", step_fn, models, engine.records, engine.scalers, loss_scale)
     if search.found.phase is None and not search.has_gradient:
         raise AmpStateError(
             "find_overflow() saw no gradient, and nothing that is not finite before: the function neither ran a "

@@ -36,8 +36,8 @@ _UNSEEN = (
     "amp.find_overflow(step_fn) tells."
 )
 _SINCE_THE_CHECK = (
-    "No step was taken on a gradient that was not finite when it was checked: look at what changes gradients after "
-    "scale_loss (a norm of 0 in a clipping of your own), at the learning rate, and at what else writes weights."
+    "No step was taken on a gradient that was not finite when it was checked: look at the learning rate, and at what "
+    "else writes weights."
 )
 
 

@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.levels.policy import Policy
 from amp_engine.scaling.scaler import LossScaler
-from amp_engine.stepping.scale_loss import ScaledBackwards
+from amp_engine.stepping.record import State
+from amp_engine.stepping.records import Records
 from amp_engine.tools.diagnosis.put_back import put_back
 from amp_engine.tools.diagnosis.recorder import Recorder
 
@@ -54,7 +55,7 @@ def rehearse(
     call: str,
     step_fn: Callable[[], Any],
     models: Sequence[nn.Module],
-    backwards: ScaledBackwards,
+    backwards: Records,
     scalers: Sequence[LossScaler],
     loss_scale: float | None = None,
 ) -> None:
@@ -74,15 +75,14 @@ def rehearse(
     """
     backwards.refuse_inside(call)
     for one in backwards.all:
-        if one.is_pending or one.backward_seen:
+        if one.state is not State.IDLE or one.pending.backwards or one.backward_seen:
             raise AmpStateError(
                 f"{call}() was called while gradients of a scaled backward wait for "
                 f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
             )
         one.rows.scan()
-    optimizers, params = backwards.optimizers, [p for one in backwards.all for p in one.rows.columns.params]
+    optimizers, params = backwards.optimizers, [p for one in backwards.all for p in one.columns.params]
     with (
-        _spent_gradients_kept(backwards),
         put_back(models, optimizers, [step_fn], params),
         _undone(backwards, scalers),
         torch.compiler.set_stance("force_eager"),
@@ -105,20 +105,7 @@ def rehearse(
 
 
 @contextmanager
-def _spent_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
-    """At exit restore the state of gradients that a step discarded, so that they can be zeroed in place as before."""
-    rows = [one.rows for one in backwards.all if one.rows.ledger.spent.hear()]
-    states = [bytes(one.ledger.spent.states) for one in rows]
-    try:
-        yield
-    finally:
-        for one, were in zip(rows, states, strict=True):
-            one.ledger.spent.restore(were)
-            one.show_spent()
-
-
-@contextmanager
-def _undone(backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterator[None]:
+def _undone(backwards: Records, scalers: Sequence[LossScaler]) -> Iterator[None]:
     """At exit restore the loss scales, and forget backwards that wait for a step."""
     for scaler in scalers:
         scaler.settle()
@@ -127,7 +114,7 @@ def _undone(backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterat
         yield
     finally:
         for one in backwards.all:
-            one.forget_backwards()
+            one.discard()
         for scaler, scale, unskipped, found_inf, memory in scales:
             scaler.settle()
             scaler.clear_overflow_state()

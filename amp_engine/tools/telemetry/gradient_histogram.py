@@ -15,8 +15,8 @@ from amp_engine.ground.distributed import local_of
 from amp_engine.ground.dtypes import dtype_name
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.record import Record, State
 from amp_engine.stepping.rows import Rows
-from amp_engine.stepping.stepper import Stepper
 from amp_engine.tools.diagnosis.recorder import Module, Recorder
 from amp_engine.tools.diagnosis.rehearsal import checked_policy, rehearse
 from amp_engine.tools.recipes import meant
@@ -33,12 +33,12 @@ _LOWER = 2.0**-8
 class _Counting(Recorder):
     """Counts the gradients of one batch with hooks. Losses are multiplied by `factor` in addition to their scales."""
 
-    def __init__(self, models: Sequence[nn.Module], stepped: Sequence[Stepper], factor: float) -> None:
+    def __init__(self, models: Sequence[nn.Module], records: Sequence[Record], factor: float) -> None:
         super().__init__(models)
         self.activations = MagnitudeCounter()
         self.scale = 1.0  # of the loss whose backward is running, without the factor
         self._params = list({id(p): p for model in models for p in model.parameters()}.values())
-        self._stepped = stepped
+        self._records = records
         self._factor = factor
         self._hooked: set[tuple[Node, int]] = set()  # keeps nodes alive, so that no id is reused
         self._weights: dict[int, MagnitudeCounter] = {}  # by id; the last backward has the sum of all
@@ -79,16 +79,15 @@ class _Counting(Recorder):
 
     def closed(self, rows: Sequence[Rows], backward: Backward | None) -> None:
         """Count the gradients of weights."""
-        scale = 1.0 if backward is None else float(backward.snapshot.scale)
-        for one in closed_gradients(rows, backward):
-            self._count(one.param, one.values, scale if one.is_scaled else 1.0, self._factor)
+        for one in closed_gradients(rows):
+            self._count(one.param, one.values, 1.0, self._factor)
 
     def finish(self) -> None:
         """Count gradients that `closed` did not see: those that `delay_unscale` left scaled, or unscaled ones."""
-        for one in self._stepped:
-            if one.window.is_left_open:
-                scale = float(one.window.backward.snapshot.scale)
-                for param in one.rows.columns.params:
+        for one in self._records:
+            if one.state is State.DELAYED and one.delayed is not None:
+                scale = float(one.delayed.snapshot.scale)
+                for param in one.columns.params:
                     if param.grad is not None:
                         self._count(param, arithmetic.values(local_of(param.grad)), scale, self._factor)
         if not self._weights:
@@ -147,8 +146,8 @@ def gradient_histogram(
 
     def run(factor: float) -> GradientHistogram:
         initialized = engine._initialized
-        counting = _Counting(initialized.models, engine.backwards.all, factor)
-        rehearse(counting, "gradient_histogram", step_fn, initialized.models, engine.backwards, engine.scalers)
+        counting = _Counting(initialized.models, engine.records.all, factor)
+        rehearse(counting, "gradient_histogram", step_fn, initialized.models, engine.records, engine.scalers)
         return GradientHistogram(
             title=f"Gradients of {names or 'the model'} at {policy.opt_level}",
             dtype=dtype_name(dtype or policy.low_precision or torch.float16),

@@ -13,7 +13,6 @@ from torch import Tensor
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.devices import HostNumbers, is_capturing
-from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
 from amp_engine.tools.diagnosis.post_mortem import place_of
@@ -101,7 +100,7 @@ class GradientWatch(Paged):
         self._unsubscribe: Callable[[], None] = lambda: None
 
     def __enter__(self) -> GradientWatch:
-        closed = self._engine.backwards.events.closed
+        closed = self._engine.records.events.closed
         if any(isinstance(getattr(observer, "__self__", None), GradientWatch) for observer in closed.observers):
             raise AmpStateError("amp.watch_gradients() is watching already.  Leave its `with` before the next one.")
         self._count = 0
@@ -152,11 +151,8 @@ class GradientWatch(Paged):
         self._count += 1
         if (self._count - 1) % self._every:
             return
-        # No check has read the sum of several backwards.
-        saw_all = backward is not None and all(one.ledger.slots.check is not None for one in rows)
-        checked = _found_by_check(backward) if backward is not None and saw_all else {}
         by_device: dict[torch.device, list[ClosedGradient]] = {}
-        for one in closed_gradients(rows, backward):
+        for one in closed_gradients(rows):
             if not is_capturing(one.values.device):
                 by_device.setdefault(one.values.device, []).append(one)
         flush, normal = self._limits()
@@ -167,7 +163,7 @@ class GradientWatch(Paged):
                 loss_scale = backward.snapshot.scale.to(device, non_blocking=True)
             numbers = [loss_scale.double()]
             for one in gradients:
-                numbers += _six(one, loss_scale, flush, normal, checked.get(id(one.param)))
+                numbers += _six(one, loss_scale, flush, normal)
             names = [place_of(one.param, places).parameter for one in gradients]
             elements = [one.values.numel() for one in gradients]
             self._noted.append(_Noted(self._count, names, elements, HostNumbers(torch.stack(numbers))))
@@ -200,31 +196,17 @@ class GradientWatch(Paged):
 _HEAD = ("parameter", "elements", "largest", "norm", "zeros", "flushed", "subnormal")
 
 
-def _found_by_check(backward: Backward) -> dict[int, tuple[Tensor, Tensor]]:
-    """Sum of squares and largest magnitude of each scaled gradient that the check read, by id of its parameter."""
-    return {
-        id(param): (checked.checks.sum_squares[i], checked.checks.largest[i])
-        for checked in backward.checked
-        for i, (param, how) in enumerate(zip(checked.params, checked.arrived, strict=True))
-        if how not in (tensor_lists.NONE, tensor_lists.OTHER)
-    }
-
-
 @torch.no_grad()
-def _six(
-    one: ClosedGradient, loss_scale: Tensor, flush: float, normal: float, checked: tuple[Tensor, Tensor] | None
-) -> list[Tensor]:
+def _six(one: ClosedGradient, loss_scale: Tensor, flush: float, normal: float) -> list[Tensor]:
     """The six numbers of one gradient at the loss scale: float64, shape [], on its device."""
-    values = one.values if one.is_scaled else one.values.float() * loss_scale
-    magnitudes = values.abs()
+    magnitudes = (one.values.float() * loss_scale).abs()
     is_zero = magnitudes == 0
     is_small = magnitudes < flush
     counts = [is_zero.sum(), (is_small & ~is_zero).sum(), ((magnitudes < normal) & ~is_zero).sum()]
-    counts.append((~values.isfinite()).sum())
-    if checked is None:
-        wide = magnitudes.double()
-        checked = wide.square().sum(), wide.max() if wide.numel() else wide.new_zeros(())
-    return [*(count.double() for count in counts), checked[0].double(), checked[1].double()]
+    counts.append((~one.values.isfinite()).sum())
+    wide = magnitudes.double()
+    largest = wide.max() if wide.numel() else wide.new_zeros(())
+    return [*(count.double() for count in counts), wide.square().sum(), largest]
 
 
 def watch_gradients(engine: Engine, every: int = 100, dtype: torch.dtype | None = None) -> GradientWatch:  # noqa: D103

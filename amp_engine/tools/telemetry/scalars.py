@@ -35,7 +35,7 @@ def scalars(engine: Engine) -> dict[str, float]:
         scale = float(scaler.scale) if scaler.scale.is_cpu else track.scale
         if scale is not None:
             found["amp/loss_scale" if len(scalers) == 1 else f"amp/loss_scale/{loss_id}"] = scale
-    pendings = [one.pending for one in engine.backwards.all]
+    pendings = [one.pending for one in engine.records.all]
     for pending in pendings:
         pending.hear(wait=False)
     backwards = sum(track.backwards for track in tracks)

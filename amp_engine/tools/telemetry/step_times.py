@@ -68,11 +68,11 @@ class StepTimes(Paged):
         self._times = Times(0, ())
 
     def __enter__(self) -> StepTimes:
-        events = self._engine.backwards.events
+        events = self._engine.records.events
         if events.entering.observers:
             raise AmpStateError("amp.step_times() is measuring already.  Leave its `with` before the next one.")
         self._marks.clear()
-        for optimizer in self._engine.backwards.optimizers:
+        for optimizer in self._engine.records.optimizers:
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             after = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._end(STEP, optimizer))
             self._undo.append(after.remove)
@@ -116,7 +116,7 @@ class StepTimes(Paged):
         return Times(sum(name == STEP for name, _, _ in self._marks), tuple(phases))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._engine.backwards.evidence.is_rehearsal:
+        if not self._engine.records.evidence.is_rehearsal:
             self._begin(optimizer)
 
     def _begin(self, one: object) -> None:

@@ -25,12 +25,11 @@ from amp_engine.ground.dtypes import dtype_name
 from amp_engine.ground.random_state import random_state, set_random_state
 from amp_engine.optimizers.wrapped import inner_of, takes_hooks
 from amp_engine.stepping.exact import exact_of, float32_of
-from amp_engine.stepping.ghost import discard_ghost, shadow
-from amp_engine.stepping.own_step import unhooked_step
-from amp_engine.stepping.stepper import Stepper
+from amp_engine.stepping.step import unhooked_step
 from amp_engine.tools.diagnosis.recorder import places_in
 from amp_engine.tools.page.page import Page, Paged, Section, write_by_suffix
 from amp_engine.tools.telemetry import step_times, update_page, update_report
+from amp_engine.tools.telemetry.shadow import discard_ghost, shadow
 from amp_engine.tools.telemetry.update_report import AuditedOptimizer, AuditedTensor, UpdateReport
 
 _WIDER = {
@@ -160,8 +159,8 @@ class UpdateAudit(Paged):
 class _Weight:
     """The figures of one entry of an optimizer's groups: plain numbers, and two flags for each element."""
 
-    def __init__(self, weight: nn.Parameter, param: Tensor, place: str) -> None:
-        self.weight, self.param, self.place = weight, param, place
+    def __init__(self, weight: nn.Parameter, place: str) -> None:
+        self.weight, self.place = weight, place
         self.steps = 0
         self.dtype = weight.dtype
         self._wanted = self._erased = self._small = self._small_moved = 0.0
@@ -195,11 +194,11 @@ class _Weight:
             {v.dtype for v in state.values() if isinstance(v, Tensor) and v.dim()} if isinstance(state, dict) else ()
         )
         return AuditedTensor(
-            name=names.get(id(self.param), self.place),
+            name=names.get(id(self.weight), self.place),
             optimizer=optimizer,
             dtype=dtype_name(self.dtype),
-            parameter_dtype=dtype_name(self.param.dtype),
-            shape=tuple(self.param.shape),
+            parameter_dtype=dtype_name(self.weight.dtype),
+            shape=tuple(self.weight.shape),
             steps=self.steps,
             erased=self._erased / self._wanted if self._wanted else 0.0,
             never_moved=still / wanted if wanted else 0.0,
@@ -263,7 +262,7 @@ class _Followed:
         return [one.described(place, state.get(one.weight), names) for one in audited]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._engine.backwards.evidence.is_rehearsal:
+        if torch.compiler.is_compiling() or self._engine.records.evidence.is_rehearsal:
             return
         self._depth += 1
         if self._depth > 1:
@@ -272,14 +271,15 @@ class _Followed:
         if (self._steps - 1) % self._every or self._refused:
             return
         begun = step_times.now()
-        stepped = self._engine.backwards.get(optimizer)
-        if stepped is not None:
-            stepped.rows.follow()  # as the step does first: earlier writes are no part of it
+        record = self._engine.records.get(optimizer)
+        if record is not None:
+            record.look_for_parameters(rounds=True)  # as the step does first: earlier writes are no part of it
+            record.complete_gradients()
         self._refused = _obstacle(optimizer, args, kwargs)
         if not self._refused:
-            self._step = self._wanted(stepped, args, kwargs, begun)
+            self._step = self._wanted(args, kwargs, begun)
 
-    def _wanted(self, stepped: Stepper | None, args: tuple[Any, ...], kwargs: Any, begun: Any) -> _Step | None:
+    def _wanted(self, args: tuple[Any, ...], kwargs: Any, begun: Any) -> _Step | None:
         """Let the class make the step on wider copies; None if it raises."""
         entries = list(_entries(self.optimizer))
         values = [_value(weight) for weight, _ in entries]
@@ -292,15 +292,13 @@ class _Followed:
             except Exception:
                 self._refused = f"Not audited: its step() fails on copies in the next wider type ({first!r:.200})."
                 return None
-        columns = None if stepped is None else stepped.rows.columns
-        params = {} if columns is None else dict(zip(map(id, columns.weights), columns.params, strict=True))
         step = _Step([], [], [], begun, step_times.now(), held)
         for (weight, place), value in zip(entries, values, strict=True):
             twin = twins[id(weight)]
             if twin.grad is not None:
                 one = self._weights.get(id(weight))
                 if one is None:
-                    one = self._weights[id(weight)] = _Weight(weight, params.get(id(weight), weight), place)
+                    one = self._weights[id(weight)] = _Weight(weight, place)
                 step.weights.append(one)
                 step.before.append(value)
                 step.wanted.append(twin.detach().sub_(value))
@@ -345,11 +343,9 @@ class _Followed:
 
     def _was_skipped(self, optimizer: Optimizer) -> bool:
         """True if the last step was skipped. Waits for the device."""
-        stepped = self._engine.backwards.get(optimizer)
+        record = self._engine.records.get(optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, for fused optimizers
-        return (stepped is not None and stepped.pending.last.skipped) or (
-            found_inf is not None and float(found_inf) != 0
-        )
+        return (record is not None and record.pending.last.skipped) or (found_inf is not None and float(found_inf) != 0)
 
 
 def _listed(given: Any, kind: type, argument: str, one: str) -> list[Any]:

@@ -86,12 +86,17 @@ def test_all_steps_but_the_first_are_at_the_level(level: str, begin: Any) -> Non
         assert torch.equal(p, one) if level == "O0" else torch.allclose(p.float(), one, rtol=0.02, atol=0.01)
 
 
-def test_gradients_that_a_level_does_not_see_are_an_error(begin: Any) -> None:
+@torch.no_grad()
+def clamped_weights(params: Any, *args: Any, **keywords: Any) -> None:
+    for p in params:
+        p.clamp_(-1.0, 1.0)
+
+
+def test_weights_that_a_script_writes_and_a_level_rounds_are_an_error(begin: Any) -> None:
     warnings.simplefilter("ignore")
     begin("O2")
-    model, optimizer = parts()
-    with pytest.raises(AmpGradientWarning, match="amp.clip_grad_norm_"):
-        train(model, optimizer, clip=nn.utils.clip_grad_value_)
+    with pytest.raises(AmpGradientWarning, match="amp.on_masters"):
+        train(*parts(), clip=clamped_weights)
 
 
 def test_a_script_that_initializes_is_left_alone_also_after_close(begin: Any) -> None:

@@ -364,7 +364,7 @@ def test_skipped_steps_are_counted_and_the_scale_is_that_of_the_end(bench):
 def test_what_close_takes_along_is_kept(bench):
     one = bench("O2", steps=99)
     kept = script(one, steps=3, verbosity=0, loss_scale=amp.DynamicLossScale(init_scale=2.0**24))
-    skips = one.engine.backwards.all[0].pending.skips
+    skips = one.engine.records.all[0].pending.skips
     one.engine.close()
     kept[1].step()  # does not count any more
     assert not kept[1]._optimizer_step_post_hooks
@@ -377,12 +377,12 @@ def test_what_close_takes_along_is_kept(bench):
 def test_skips_are_counted_once_in_a_script_that_initializes_twice(bench):
     one = bench("O2", steps=99)
     kept = script(one, steps=3, verbosity=0, loss_scale=amp.DynamicLossScale(init_scale=2.0**24))
-    skips = one.engine.backwards.all[0].pending.skips
+    skips = one.engine.records.all[0].pending.skips
     one.engine.initialize(*parts(), verbosity=0)
     train(one.engine, *kept, steps=2)
     one.engine.write()
     assert skips > 0
-    assert (one.trial.steps, one.trial.skips) == (5, one.engine.backwards.all[0].pending.skips)
+    assert (one.trial.steps, one.trial.skips) == (5, one.engine.records.all[0].pending.skips)
 
 
 def test_what_the_script_has_dropped_is_kept(bench):

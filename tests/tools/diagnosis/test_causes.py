@@ -328,17 +328,12 @@ def test_weights_that_no_checked_gradient_has_spoiled_point_behind_the_check(eng
     for step in range(3):
         with engine.scale_loss(model(torch.ones(3, 4)).float().mean() * min(step, 1), optimizer) as scaled_loss:
             scaled_loss.backward()
-        masters = engine.master_params(optimizer)
-        norm = torch.stack([one.grad.norm() for one in masters if one.grad is not None]).norm()
-        for one in engine.master_params(optimizer):
-            if one.grad is not None:
-                one.grad.mul_(1.0 / norm)  # 0 at first
+        optimizer.param_groups[0]["lr"] = 1e-3 if step else math.inf
         optimizer.step()
         optimizer.zero_grad()
     record = engine.overflow_report()[0]
     assert (record.cause, record.only_checked) == ("weights", True)
-    assert "look at what changes gradients after scale_loss" in str(record)
-    assert "learning rate" in str(record)
+    assert "look at the learning rate" in str(record)
 
 
 def test_weights_that_are_spoiled_after_a_skipped_step_point_behind_the_check(engine: Engine) -> None:
@@ -348,9 +343,7 @@ def test_weights_that_are_spoiled_after_a_skipped_step_point_behind_the_check(en
     for step in range(3):
         with engine.scale_loss(model(torch.ones(3, 4)).float().mean() * (1e9 if step == 0 else 1), optimizer) as scaled:
             scaled.backward()
-        for one in engine.master_params(optimizer):
-            if step == 1:
-                one.grad = torch.full_like(one, math.nan)
+        optimizer.param_groups[0]["lr"] = math.inf if step == 1 else 1e-3
         optimizer.step()
         optimizer.zero_grad()
     first, last = engine.overflow_report()

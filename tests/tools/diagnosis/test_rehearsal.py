@@ -95,7 +95,7 @@ def test_a_clock_does_not_see_it() -> None:
             step()
             engine.find_overflow(step)
         assert times.measured().steps == 1
-        assert not engine.backwards.events.entering.observers
+        assert not engine.records.events.entering.observers
 
 
 def history_of_a_rehearsed_rank(rank: int) -> dict[str, Any]:

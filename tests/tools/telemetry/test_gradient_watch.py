@@ -140,7 +140,7 @@ def test_outside_of_the_with_nobody_looks_and_nothing_is_held() -> None:
         watch = GradientWatch(engine, every=1)
         with pytest.raises(KeyError), watch:
             raise KeyError
-        assert not engine.backwards.events.closed.observers
+        assert not engine.records.events.closed.observers
         train(NORMED_MLP, model, optimizer, "c", engine=engine)
         assert watch.records == []
         assert "No gradient was looked at" in str(watch)

@@ -65,7 +65,7 @@ def test_the_device_counts_where_it_was_measured(monkeypatch: pytest.MonkeyPatch
 
 
 def observers(engine: Engine) -> list[Any]:
-    return [event.observers for event in vars(engine.backwards.events).values()]
+    return [event.observers for event in vars(engine.records.events).values()]
 
 
 def test_nothing_stays_and_the_run_is_the_same() -> None:
@@ -92,7 +92,7 @@ def test_an_error_in_the_body_leaves_nothing_either() -> None:
         hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
         with pytest.raises(KeyError), StepTimes(engine):
             raise KeyError
-        assert not engine.backwards.events.entering.observers
+        assert not engine.records.events.entering.observers
         assert [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks] == hooks
 
 

@@ -155,7 +155,7 @@ def receipt(
     software = tuple(Fact(name, value) for name, value in describe())
     if not policy.enabled:
         return Receipt(asked.NOT_ENABLED, (), functions.NONE, (), (), (), shapes.NONE, None, None, software)
-    for one in engine.backwards.all:
+    for one in engine.records.all:
         one.pending.hear(wait=True)
     engine._scaling.history.hear(wait=True)
     return Receipt(

@@ -12,9 +12,8 @@ from amp_engine.casting.cache import WeightCache
 from amp_engine.engine import Engine
 from amp_engine.ground.distributed import local_of
 from amp_engine.optimizers.fused_step import fused_step_so_far
-from amp_engine.stepping.master_parameter import MasterParameter
-from amp_engine.stepping.split_rows import SplitRows
-from amp_engine.stepping.stepper import Stepper
+from amp_engine.stepping.beside import Master, Remainder
+from amp_engine.stepping.record import Record
 from amp_engine.tools.diagnosis.recorder import tensors_in
 from amp_engine.tools.page.page import Figure, Section, Table
 from amp_engine.tools.telemetry import plots
@@ -35,28 +34,20 @@ def described(engine: Engine) -> tuple[Memory, ...]:
     comes first. Activations, averages, tables of kernels and the reserve of torch's allocators are not counted. No
     host sync, except for sparse gradients.
     """
-    models, stepped, casts = engine._initialized.models, engine.backwards.all, engine.function_casts.casts
+    models, records, casts = engine._initialized.models, engine.records.all, engine.function_casts.casts
     params = [p for model in models for p in measured(model.parameters())]
-    params += [p for one in stepped for p in one.rows.columns.params]
+    params += [p for one in records for p in one.columns.params]
     count = _Count()
     count.add(PARAMETERS, params)
     count.add(BUFFERS, (b for model in models for b in measured(model.buffers())))
-    for one in stepped:
-        count.add(MASTERS, (master.weight for master in one.rows.masters))
-        if isinstance(one.rows, SplitRows):
-            count.add(REMAINDERS, one.rows.remainders)
-    for one in stepped:
+    beside = [kept for one in records for kept in one.columns.beside]
+    count.add(MASTERS, (kept.weight for kept in beside if isinstance(kept, Master)))
+    count.add(REMAINDERS, (kept.bits for kept in beside if isinstance(kept, Remainder)))
+    for one in records:
         count.add(STATE, tensors_in(list(one.optimizer.state.values())))
     if casts is not None:
-        _add_copies(count, params, stepped, casts.cache)
-    # Reading a MasterParameter's gradient would make it FP32, so these are skipped. A held gradient does not count
-    # while its parameter still has a gradient, because they share memory.
-    count.add(GRADIENTS, (p.grad for p in params if not isinstance(p, MasterParameter)))
-    for one in stepped:
-        count.add(GRADIENTS, (master.gradient() for master in one.rows.masters))
-        held, columns = one.rows.ledger.slots, one.rows.columns
-        rows = (i for i, p in enumerate(columns.copies) if held.holds(i) and p is not None and p.grad is None)
-        count.add(GRADIENTS, (held.held[i] for i in rows if held.held is not None))
+        _add_copies(count, params, records, casts.cache)
+    count.add(GRADIENTS, (p.grad for p in params))
     return count.records()
 
 
@@ -70,7 +61,7 @@ def section(memory: Sequence[Memory]) -> Section:
     return Section("Memory", [Figure(plots.memory_bar(memory, KINDS)), table])
 
 
-def _add_copies(count: _Count, params: Sequence[Tensor], stepped: Sequence[Stepper], cache: WeightCache) -> None:
+def _add_copies(count: _Count, params: Sequence[Tensor], records: Sequence[Record], cache: WeightCache) -> None:
     """Count the half copies of FP32 weights.
 
     Python's cache lists its copies. The compiled cache has only their number: the copies that the kernels' steps write
@@ -80,7 +71,7 @@ def _add_copies(count: _Count, params: Sequence[Tensor], stepped: Sequence[Stepp
     if kept is not None:
         count.add(COPIES, kept)
         return
-    fused = [fused_step_so_far(one.optimizer) for one in stepped]
+    fused = [fused_step_so_far(one.optimizer) for one in records]
     known = [copy for one in fused if one is not None for copy in one.copies if copy is not None]
     count.add(COPIES, known)
     others = len(cache) - len(known)

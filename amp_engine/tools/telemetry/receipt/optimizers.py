@@ -11,8 +11,8 @@ from amp_engine.engine import Engine
 from amp_engine.ground.dtypes import dtype_name
 from amp_engine.optimizers.fused_step import fused_step_so_far
 from amp_engine.optimizers.rules import TORCH_RULES, rule_of
-from amp_engine.stepping.split_rows import SplitRows
-from amp_engine.stepping.stepper import Stepper
+from amp_engine.stepping.beside import Remainder
+from amp_engine.stepping.record import Record
 from amp_engine.tools.page.page import Block, Section, Sentence
 from amp_engine.tools.telemetry.records import Stepped
 from amp_engine.tools.telemetry.wording import number, plural
@@ -23,18 +23,18 @@ COMPILED, REFERENCE, OWN = "compiled kernels", "plain PyTorch kernels", "its own
 def described(engine: Engine) -> tuple[Stepped, ...]:
     """Describe the code that steps each optimizer. Changes nothing. No host sync."""
     has_part = engine._scaling.is_active or engine.function_casts.casts is not None
-    return tuple(_described(one, has_part) for one in engine.backwards.all)
+    return tuple(_described(one, has_part) for one in engine.records.all)
 
 
-def _described(stepped: Stepper, has_part: bool) -> Stepped:
-    by, why = _answer(stepped, has_part)
-    pending, rows = stepped.pending, stepped.rows
+def _described(record: Record, has_part: bool) -> Stepped:
+    by, why = _answer(record, has_part)
+    pending, rows = record.pending, record.rows
     return Stepped(
-        class_name=type(stepped.optimizer).__name__,
+        class_name=type(record.optimizer).__name__,
         weights=len(rows.columns.weights),
         by=by,
         why=why,
-        masters=_masters(stepped),
+        masters=_masters(record),
         steps=pending.steps,
         skips=pending.skips,
         skips_in_a_row=pending.skips_in_a_row,
@@ -60,8 +60,8 @@ def _blocks(one: Stepped) -> Iterator[Block]:
         yield Sentence(one.masters, "soft", indent=1)
 
 
-def _answer(stepped: Stepper, has_part: bool) -> tuple[str, str]:
-    optimizer, rows, columns = stepped.optimizer, stepped.rows, stepped.rows.columns
+def _answer(record: Record, has_part: bool) -> tuple[str, str]:
+    optimizer, rows, columns = record.optimizer, record.rows, record.rows.columns
     name, rule = type(optimizer).__name__, rule_of(optimizer)
     device = columns.weights[0].device if columns.weights else torch.device("cpu")
     has_native = kernels.has_native(device)
@@ -72,11 +72,11 @@ def _answer(stepped: Stepper, has_part: bool) -> tuple[str, str]:
             "amp_engine.optimizers."
         )
     is_ours = type(optimizer) not in TORCH_RULES
-    if not (has_part or rows.makes_masters or stepped.needs_kernels):
+    if not (has_part or rows.makes_masters or record.needs_kernels):
         if is_ours:
             return by, "The class is one of amp_engine.optimizers, which is stepped by them with or without amp."
         return OWN, "Nothing is scaled and there are no masters, so amp leaves the step alone."
-    if not (is_ours or stepped.needs_kernels or has_native):
+    if not (is_ours or record.needs_kernels or has_native):
         return OWN, f"There are no compiled kernels for {device.type}; see Software for why."
     if not all(rule.supports(group) for group in optimizer.param_groups):
         return (
@@ -88,7 +88,7 @@ def _answer(stepped: Stepper, has_part: bool) -> tuple[str, str]:
     if not is_ours and any(w.dtype is not torch.float32 for w in columns.weights) and not rows.splits:
         return OWN, "It steps weights in half, without masters; of torch.optim's classes the kernels step FP32."
     fused = fused_step_so_far(optimizer)
-    if (fused is None or not fused.has_stepped) and stepped.pending.steps > stepped.pending.skips:
+    if (fused is None or not fused.has_stepped) and record.pending.steps > record.pending.skips:
         return OWN, (
             "Gradients, state or weights were not as the kernels take them (dense, of one shape and device, FP32 or "
             "half), or step() was called with arguments."
@@ -96,14 +96,14 @@ def _answer(stepped: Stepper, has_part: bool) -> tuple[str, str]:
     return by, "One pass unscales gradients, steps, and writes what the model computes with."
 
 
-def _masters(stepped: Stepper) -> str:
-    rows = stepped.rows
+def _masters(record: Record) -> str:
+    rows = record.rows
     parts = []
     if rows.masters:
         parts.append(plural(len(rows.masters), "FP32 master"))
-    if isinstance(rows, SplitRows):
-        parts.append(plural(len(rows.remainders), "split master"))
-    fused = fused_step_so_far(stepped.optimizer)
+    if rows.splits:
+        parts.append(plural(sum(isinstance(one, Remainder) for one in rows.columns.beside), "split master"))
+    fused = fused_step_so_far(record.optimizer)
     if fused is not None and fused.moment_dtype is not torch.float32:
         parts.append(f"moments in {dtype_name(fused.moment_dtype)}")
     return ", ".join(parts)

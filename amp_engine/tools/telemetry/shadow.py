@@ -1,8 +1,4 @@
-"""A ghost: an optimizer with nothing to step. torch calls its `step` after our step, or when the step is skipped.
-
-torch lets a step pre-hook replace the arguments of the call, `self` among them. Hiding the gradients instead would
-still advance counters in the groups, and leave the gradients hidden if the step raised.
-"""
+"""A shadow: an optimizer with other parameters, whose `step` changes nothing that its optimizer keeps."""
 
 from __future__ import annotations
 
@@ -19,29 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine.errors import AmpStateError
-from amp_engine.ground.random_state import random_state, set_random_state
-from amp_engine.stepping.own_step import unhooked_step
-
-
-def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
-    """Return an object of a subclass whose `step` changes nothing that `optimizer` keeps.
-
-    It has copies of the groups' settings and of the state that belongs to no parameter, no hooks, and no
-    parameters; with `stand_ins` one throw-away parameter a group, for classes that raise without any.
-    Every other attribute is deeply copied when the step reads it.
-    """
-    return _Copies(stand_ins).ghost(optimizer)
-
 
 def shadow(optimizer: Optimizer, params: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Return a ghost with other parameters and copies of their state: its `step` writes those and nothing else.
+    """Return a shadow with other parameters and copies of their state: its `step` writes those and nothing else.
 
     Args:
         optimizer: stays as it is.
         params: id of each parameter in its groups -> the parameter in the shadow's groups.
     """
-    return _Copies(False, params).ghost(optimizer)
+    return _Copies(params).ghost(optimizer)
 
 
 def discard_ghost(double: Optimizer) -> None:
@@ -50,15 +32,6 @@ def discard_ghost(double: Optimizer) -> None:
     if copies is not None:
         copies.clear()
         vars(double).clear()
-
-
-def _empty(optimizer: Optimizer) -> Optimizer:
-    """Return a ghost without groups, for a class that is known to step only its groups."""
-    double = object.__new__(type(optimizer))
-    double.__dict__.update(vars(optimizer))
-    double.param_groups, double.state = [], defaultdict(dict)
-    _forget_hooks(double)
-    return double
 
 
 def _forget_hooks(double: Optimizer) -> None:
@@ -135,12 +108,10 @@ class _Copies:
     """Copies of the attributes of one optimizer, each made once.
 
     Args:
-        stand_ins: True to give ghosts a throw-away parameter a group.
         params: id of a parameter -> the parameter that replaces it in ghosts, with its state. Others are left out.
     """
 
-    def __init__(self, stand_ins: bool, params: Mapping[int, nn.Parameter] = types.MappingProxyType({})) -> None:
-        self._stand_ins = stand_ins
+    def __init__(self, params: Mapping[int, nn.Parameter]) -> None:
         self._params = params
         self._made: dict[int, Any] = dict(params)  # by the id of the original
         self._originals: list[Any] = []  # kept alive, so that no other object gets their ids
@@ -287,9 +258,7 @@ class _Copies:
         return map(self.of, listed)
 
     def _stepped(self, params: list[Any]) -> list[nn.Parameter]:
-        """Return the parameters that replace `params` in ghosts: others, one stand-in, or none."""
-        if self._stand_ins:
-            return [_stand_in(params)]
+        """Return the parameters that replace `params` in a shadow."""
         return [self._params[id(p)] for p in params if id(p) in self._params]
 
     def _with_keys(self, values: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
@@ -299,53 +268,3 @@ class _Copies:
                 yield key, value
             elif id(key) in self._params:
                 yield self._params[id(key)], value
-
-
-def _stand_in(params: list[Any]) -> nn.Parameter:
-    device = params[0].device if params else torch.device("cpu")
-    param = nn.Parameter(torch.zeros(1, device=device))
-    param.grad = torch.zeros(1, device=device)
-    return param
-
-
-class Ghosts:
-    """The ghosts of one optimizer. The first step finds out if its class needs stand-ins."""
-
-    def __init__(self) -> None:
-        self._have_stand_ins: bool | None = None
-        self._empty: Optimizer | None = None
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool) -> Optimizer:
-        """Return a ghost for `step(*args[1:], **kwargs)` of the optimizer `args[0]`.
-
-        Args:
-            args, kwargs: the arguments of the call.
-            steps_its_groups: True if the class is known to step only its groups.
-
-        Raises AmpStateError for a class whose `step` fails on both kinds of ghost.
-        """
-        optimizer = args[0]
-        if steps_its_groups:
-            if self._empty is None:
-                self._empty = _empty(optimizer)
-            return self._empty
-        if self._have_stand_ins is not None:
-            return ghost(optimizer, self._have_stand_ins)
-        failures = []
-        before = random_state()
-        for stand_ins in (False, True):
-            double = ghost(optimizer, stand_ins)
-            try:
-                unhooked_step(optimizer)(double, *args[1:], **kwargs)
-            except Exception as e:  # any class raises its own error when it finds nothing to step
-                failures.append(e)
-            else:
-                self._have_stand_ins = stand_ins
-                return ghost(optimizer, stand_ins)
-            finally:
-                set_random_state(before)
-                discard_ghost(double)
-        raise AmpStateError(
-            f"{type(optimizer).__name__} cannot be stepped under amp: its step() fails when there is nothing to step "
-            f"({failures[-1]!r}), so no step of it can be skipped.  Use opt_level='O0' or 'O3' without loss scaling."
-        ) from failures[-1]

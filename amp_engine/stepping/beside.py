@@ -1,0 +1,309 @@
+"""What lies beside a low-precision parameter: its float32 master, or the 16 bits that rounding took from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine import kernels
+from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.ground.distributed import has_ranks, is_sharded
+from amp_engine.ground.dtypes import followed
+from amp_engine.kernels import halves, tensor_lists
+from amp_engine.kernels.formulas import Sgd
+from amp_engine.stepping.exact import Exact, exact_of, keep_exact, places_moved
+
+
+class Pairs:
+    """Marks of parameters and of their masters, taken when each pair agreed.
+
+    Args:
+        params: n.
+        weights: n masters in the same order, or none.
+    """
+
+    def __init__(self, params: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        self.params = tensor_lists.marks(params)
+        self.weights = tensor_lists.marks(weights)
+        self._has_weights = len(weights) > 0
+
+    def mark(self) -> None:
+        """Declare that all pairs agree."""
+        self.params.mark()
+        if self._has_weights:
+            self.weights.mark()
+
+    def mark_at(self, place: int) -> None:
+        """Declare that one pair agrees."""
+        self.params.mark_at(place)
+        if self._has_weights:
+            self.weights.mark_at(place)
+
+    def take(self, place: int, other: Pairs, other_place: int) -> None:
+        """Take the marks that `other` has of the same pair."""
+        self.params.take(place, other.params, other_place)
+        if self._has_weights:
+            self.weights.take(place, other.weights, other_place)
+
+
+class Beside(Exact):
+    """What keeps the float32 value of one low-precision parameter."""
+
+    __slots__ = ("_pairs", "_place", "is_loaded")
+    _pairs: Pairs
+    _place: int
+
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__(param)
+        self.is_loaded = False  # True if a checkpoint gave its value before the first step
+
+    def enter(self, pairs: Pairs, place: int) -> None:
+        """Move the marks to `pairs`."""
+        pairs.take(place, self._pairs, self._place)
+        self._pairs, self._place = pairs, place
+
+    def in_sync(self) -> bool:
+        """True if no other code moved the parameter since it was last marked."""
+        return not self._pairs.params.has_moved(self._place)
+
+    def was_written(self) -> bool:
+        """True if other code wrote the master since it last agreed with the parameter."""
+        return False
+
+    def counts(self) -> bool:
+        """True if each element of the parameter that was not written since was rounded from the value.
+
+        True after `param.data = x`, too, but not with several ranks, where `x` may differ between them.
+        """
+        if self.in_sync():
+            return True
+        if has_ranks() or self.was_written() or self.param.shape != self.shape:
+            return False
+        return self._pairs.params.has_other_memory(self._place)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the kept value."""
+        raise NotImplementedError
+
+    def mark(self) -> None:
+        """Declare that parameter and value agree."""
+        places_moved()
+        self._pairs.mark_at(self._place)
+
+    def follow(self, is_whole: bool) -> None:
+        """Take what other code wrote into the parameter: elements that differ from the value rounded, or all."""
+        raise NotImplementedError
+
+
+class Master(Beside):
+    """One low-precision parameter and its float32 master, of equal shape and strides.
+
+    Where the parameter has gaps in memory, the master has none.
+
+    Args:
+        value_f32: becomes the master's memory if it is float32. None: the master is the parameter, widened.
+    """
+
+    __slots__ = ("weight",)
+
+    def __init__(self, param: nn.Parameter, value_f32: Tensor | None) -> None:
+        super().__init__(param)
+        value = param.detach().to(torch.float32, copy=True) if value_f32 is None else value_f32.detach().float()
+        self.weight = nn.Parameter(laid_out_as(param, tensor_lists.written_out(value)))
+        # Optimizers read attributes that users set on parameters (`p.no_decay = True`).
+        vars(self.weight).update(vars(param))
+        self._pairs, self._place = Pairs([param], [self.weight]), 0
+        keep_exact(self)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the master."""
+        return self.weight.shape
+
+    def was_written(self) -> bool:
+        """True if other code wrote the master since it last agreed with the parameter."""
+        return self._pairs.weights.has_moved(self._place)
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """Return the master if only it was written; else the parameter, with master elements where they round to it."""
+        weight = self.weight.detach()
+        is_written = self.was_written() and self.in_sync()
+        return weight.clone() if is_written else followed(weight, self.param.detach())
+
+    def counts(self) -> bool:
+        """True if each element of the parameter that was not written since was rounded from the value."""
+        weight, param = self.weight, self.param
+        return self.in_sync() or not (has_ranks() or weight.shape != param.shape or weight.device != param.device)
+
+    @torch.no_grad()
+    def take(self, value_f32: Tensor) -> None:
+        """Set the master to `value_f32`, which has been rounded into the parameter already."""
+        self.weight.copy_(value_f32)
+        self.is_loaded = True
+        self.mark()
+
+    def memory(self) -> Tensor:
+        """Return the master itself."""
+        return self.weight
+
+    @torch.no_grad()
+    def follow(self, is_whole: bool) -> None:
+        """Take what other code wrote into the parameter: elements that differ from the master rounded, or all."""
+        param, weight = self.param.detach(), self.weight.detach()
+        is_same_place = weight.device == param.device and weight.shape == param.shape
+        if is_same_place and not is_whole:
+            param = followed(weight, param)
+        if is_same_place and is_laid_out_as(self.param, weight):
+            self.weight.copy_(param)
+        else:
+            self.weight.data = laid_out_as(self.param, param.to(self.param.device, torch.float32, copy=True))
+        self.mark()
+
+
+class Remainder(Beside):
+    """The lower half of one parameter's master: the parameter itself is the upper half.
+
+    After a write that moved its version a parameter is the master. After one through `.data`, which moves no version,
+    the master still rounds to the parameter.
+
+    Args:
+        param: bfloat16, dense.
+        value_f32: float32, rounds to `param`; None if the parameter is the master.
+
+    Raises AmpStateError for a parameter that cannot have one.
+    """
+
+    __slots__ = ("bits",)
+
+    def __init__(self, param: nn.Parameter, value_f32: Tensor | None) -> None:
+        _check_can_split(param)
+        super().__init__(param)
+        self.bits = torch.zeros_like(param, dtype=halves.REMAINDER, requires_grad=False)
+        self._pairs, self._place = Pairs([param], []), 0
+        if value_f32 is not None:
+            self._split(value_f32)
+        keep_exact(self)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the lower half."""
+        return self.bits.shape
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """Return the master. After a write through `.data` it keeps the old remainder, below half a bfloat16 unit."""
+        return followed(halves.joined(self.param, self.bits), self.param.detach())
+
+    def take(self, value_f32: Tensor) -> None:
+        """Take the lower half of `value_f32`, which has been rounded into the parameter."""
+        self._split(value_f32)
+        self.is_loaded = True
+        self.mark()
+
+    @torch.no_grad()
+    def _split(self, value_f32: Tensor) -> None:
+        laid_out = torch.empty_like(self.param, dtype=torch.float32, requires_grad=False).copy_(value_f32)
+        self._renew()
+        self.bits.copy_(halves.split(laid_out)[1])
+
+    @torch.no_grad()
+    def follow(self, is_whole: bool) -> None:
+        """Let the parameter be the master where other code wrote it."""
+        self._renew()
+        self.bits.zero_()
+        self.mark()
+
+    def _renew(self) -> None:
+        if self.bits.device != self.param.device or not kernels.same_layout(self.bits, self.param):
+            # The same tensor, which the columns of the rows have too.
+            self.bits.data = torch.zeros_like(self.param, dtype=halves.REMAINDER, requires_grad=False)
+
+
+def _check_can_split(param: nn.Parameter) -> None:
+    if param.dtype is not torch.bfloat16 or not kernels.is_dense(param):
+        raise AmpStateError(
+            f"A parameter of shape {tuple(param.shape)}, {param.dtype} and strides {param.stride()} has no split "
+            "master: it must be bfloat16 and without gaps in memory.  Use master_weights=True."
+        )
+
+
+def masters_of(param: nn.Parameter) -> Iterator[Master]:
+    """Yield the live master of `param`, if it has one."""
+    return (one for one in exact_of(param) if isinstance(one, Master))
+
+
+@torch.no_grad()
+def rounds_to_params(masters: Sequence[Master]) -> list[bool]:
+    """Return True for each master that rounds to its parameter, or was written and will be rounded into it.
+
+    False where the parameter was written through `.data`. Masters must be in sync. Waits for each device once.
+    """
+    places = [i for i, master in enumerate(masters) if not master.was_written()]
+    flags: dict[torch.device, list[Tensor]] = {}
+    for i in places:
+        param, rounded = masters[i].param, masters[i].weight.to(masters[i].param.dtype)
+        same = (param == rounded) | (param.isnan() & rounded.isnan())
+        flags.setdefault(param.device, []).append(same.all())
+    found = {device: iter(torch.stack(of_device).tolist()) for device, of_device in flags.items()}
+    answers = [True] * len(masters)
+    for i in places:
+        answers[i] = next(found[masters[i].param.device])
+    return answers
+
+
+class Adoption:
+    """Has masters take the elements of their parameters that are not the master rounded, in one pass.
+
+    It is a step of SGD with a rate of 0, of which the kernels write only what they adopt.
+
+    Raises AmpValueError for tensors that the kernels cannot take together.
+    """
+
+    def __init__(self, masters: Sequence[Master]) -> None:
+        weights, params = [m.weight for m in masters], [m.param for m in masters]
+        zeros = torch.zeros(max(w.numel() for w in weights), device=weights[0].device)
+        none: list[Tensor | None] = [None] * len(weights)
+        steps = torch.zeros(len(weights), device=weights[0].device)
+        self._gradients = [zeros.as_strided(w.shape, w.stride()) for w in weights]
+        self._table = kernels.step_table("sgd", weights, params, none, none, [0] * len(weights), steps, adopts=True)
+
+    def is_current(self) -> bool:
+        """True if all tensors still have the memory that they had."""
+        return self._table.is_current()
+
+    def run(self) -> None:
+        """Compare, and write masters. Moves the versions of masters and parameters. No host sync."""
+        self._table.step(self._gradients, bytes(len(self._gradients)), [Sgd(lr=0.0)])
+
+
+@torch.no_grad()
+def round_all(masters: Sequence[Master]) -> None:
+    """Round masters into their parameters. Moves the versions of the parameters, like any optimizer."""
+    try:
+        kernels.cast_copy_([m.param for m in masters], [m.weight for m in masters])
+    except AmpValueError:  # gaps in memory, another order there, several devices: nothing was written
+        for master in masters:
+            master.param.copy_(master.weight)
+
+
+def is_laid_out_as(param: Tensor, value: Tensor) -> bool:
+    """True if `value` is dense, and has the order in memory of `param` unless `param` has gaps."""
+    is_strided = value.layout is param.layout is torch.strided
+    if is_strided and value.shape == param.shape and value.is_contiguous() and param.is_contiguous():
+        return True  # the quick way for nearly all tensors, of which up to 50,000 come at once
+    return (
+        kernels.is_dense(value)
+        and value.shape == param.shape
+        and (not kernels.is_dense(param) or kernels.same_layout(value, param))
+    )
+
+
+def laid_out_as(param: Tensor, value_f32: Tensor) -> Tensor:
+    """Return `value_f32`, or a copy in the order in memory of `param`, without its gaps."""
+    if is_sharded(param) or is_laid_out_as(param, value_f32):
+        return value_f32
+    return torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(value_f32)

@@ -1,0 +1,666 @@
+"""Scaled backwards for one optimizer or several: the bodies of `scale_loss`, and their records closed together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from amp_engine.errors import AmpStateError
+from amp_engine.ground import devices
+from amp_engine.ground.devices import moved
+from amp_engine.ground.distributed import has_ranks
+from amp_engine.ground.torch_private import disable_dynamo
+from amp_engine.kernels import tensor_lists
+from amp_engine.levels.policy import Skips
+from amp_engine.optimizers.fused_step import fused_step_of
+from amp_engine.scaling.losses import Scaling
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.events import Events
+from amp_engine.stepping.evidence import Evidence
+from amp_engine.stepping.record import Record, State
+from amp_engine.stepping.reduction import Reduction, agree
+
+
+class WeightCopies(Protocol):
+    """Low-precision copies of FP32 parameters that live across steps."""
+
+    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return the copies that a step must write along with the weights."""
+
+    def written(self, weights: Sequence[Tensor]) -> None:
+        """Keep the copies of these weights: a step wrote these weights with their copies, and no other weights."""
+
+
+class Casts(Protocol):
+    """The function casts of an engine, which make copies of FP32 parameters in low precision."""
+
+    def off(self) -> AbstractContextManager[None] | None:
+        """Return a context that turns the casts off in this thread; None if there are none."""
+
+    def after_backward(self) -> None:
+        """Discard all copies: after a backward any weight may have been written."""
+
+    @property
+    def weight_copies(self) -> WeightCopies | None:
+        """The copies that live across steps; None if none do."""
+
+
+class Records:
+    """The records of all optimizers of an engine, and the only way to begin a scaled backward.
+
+    Args:
+        scaling: knows if static scales skip, and which of them were reported to overflow.
+        casts: the function casts; their `after_backward` is called at the end of each backward.
+
+    Attributes:
+        events: notify observers of each backward; replaced during a rehearsal.
+    """
+
+    def __init__(self, scaling: Scaling, casts: Casts) -> None:
+        self.casts = casts
+        # Weak: the hooks of an optimizer own its Record. A parameter may refer to its optimizer, which a strong
+        # reference here would keep alive.
+        self._records: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Record]]
+        self._records = weakref.WeakKeyDictionary()
+        self.scaling = scaling
+        self.events = Events()
+        self.evidence = Evidence(scaling, self.events)
+        self._of_one = LossScaler(1.0)  # of gradients that were written since an exit unscaled them
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every optimizer that was added."""
+        # No iteration over the dictionary itself: an `initialize` in another thread may add to it.
+        return [optimizer for ref in self._records.keyrefs() if (optimizer := ref()) is not None]
+
+    @property
+    def all(self) -> list[Record]:
+        """The record of every optimizer that was added."""
+        return [one for optimizer in self.optimizers if (one := self.get(optimizer)) is not None]
+
+    def get(self, optimizer: Optimizer) -> Record | None:
+        """Return the record of `optimizer`, or None."""
+        ref = self._records.get(optimizer)
+        return None if ref is None else ref()
+
+    def add(self, record: Record) -> None:
+        """Add a record, with a weak reference: the hooks of its optimizer own it."""
+        self._records[record.optimizer] = weakref.ref(record)
+
+    def remove(self, optimizer: Optimizer) -> None:
+        """Remove an optimizer."""
+        self._records.pop(optimizer, None)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[Events]:
+        """Return a context in which no step is taken, and backwards notify only observers of the yielded Events."""
+        before = self.events, self.evidence.is_rehearsal
+        self.events, self.evidence.is_rehearsal = Events(), True
+        try:
+            yield self.events
+        finally:
+            self.events, self.evidence.is_rehearsal = before
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise AmpStateError while the body of a `scale_loss` runs."""
+        if any(one.is_in_body for one in self.all):
+            raise AmpStateError(
+                f"{call}() was called inside of a `with scale_loss(...)`, whose exit needs what it takes away.  Leave "
+                "the `with` first."
+            )
+
+    def of(
+        self,
+        loss: Tensor,
+        records: Sequence[Record],
+        scaler: LossScaler,
+        loss_id: int,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> AbstractContextManager[Tensor]:
+        """Return the context for the body of a `scale_loss` with these arguments."""
+        for one in records:
+            one.check_first_use()
+        if scaler.is_identity and all(one.state is State.IDLE for one in records):
+            return Unscaled(self, loss, records, loss_id, scaler if self._looks(records, loss.device) else None)
+        return Body(self, loss, records, scaler, loss_id, delay_unscale, delay_overflow_check)
+
+    def begin(self, records: Sequence[Record], scaler: LossScaler, loss_id: int) -> Backward:
+        """Return the Backward of a loss, whose body is entered next. It takes the scale of gradients left scaled.
+
+        All gradients of a loss have one scale. Gradients that were left with another scale are unscaled now, and so
+        are those of another optimizer with common parameters.
+        Raises AmpStateError, before anything is changed, for gradients left by another loss_id, and for parameters that
+        an optimizer shares with one whose body still runs.
+        """
+        others = self._open_beside(records)
+        left = [one for one in records if one.state is State.DELAYED]
+        if not left and not others:  # nearly always
+            return Backward(scaler, loss_id, scaler.snapshot())
+        if any(one.is_in_body for one in records):
+            return Backward(scaler, loss_id, scaler.snapshot())  # `enter` refuses it
+        for other in others:
+            if other.is_in_body:
+                raise AmpStateError(
+                    f"scale_loss() was entered for an optimizer that has parameters in common with "
+                    f"{type(other.optimizer).__name__}, inside of the body of that one's scale_loss: their gradients "
+                    "would have two scales.  Leave the first `with amp.scale_loss(...)` before the next one, or call "
+                    "amp.scale_loss(loss, [optimizer, other_optimizer]) once for both."
+                )
+        for one in left:
+            assert one.delayed is not None
+            if one.delayed.loss_id != loss_id:
+                found = one.delayed.loss_id
+                raise AmpStateError(
+                    f"loss_id={loss_id}, but this optimizer has gradients of loss_id={found} that "
+                    f"delay_unscale left scaled.  Use loss_id={found} here, or leave out delay_unscale where "
+                    "it changes."
+                )
+        for other in others:
+            self.close_delayed([other, *(one for one in left if one.shares_parameters_with(other))])
+        for one in left:
+            one.rows.scan()
+            if not one.has_gradients():
+                one.discard()  # they were zeroed
+            elif any(one.shares_parameters_with(other) for other in records if other.state is State.IDLE):
+                self.close_delayed([one])
+        left = [one for one in left if one.state is State.DELAYED]
+        snapshot = scaler.snapshot()
+        if left and left[0].delayed is not None:
+            snapshot = left[0].delayed.snapshot
+        for one in left:
+            if one.delayed is not None and not one.delayed.snapshot.equals(snapshot):
+                self.close_delayed([one])
+        backward = Backward(scaler, loss_id, snapshot)
+        if left and (earlier := left[0].delayed) is not None:
+            backward.micro_batches = earlier.micro_batches
+            if scaler.auto is not None:
+                backward.earlier_loss_is_bad = earlier.loss_is_bad()
+        return backward
+
+    def _open_beside(self, records: Sequence[Record]) -> list[Record]:
+        """Return other optimizers with gradients at a scale that share parameters with one of `records`."""
+        if len(self._records) <= len(records):
+            return []  # there are no others
+        others = [one for one in self.all if one.state is not State.IDLE and one not in records]
+        return [one for one in others if any(map(one.shares_parameters_with, records))]
+
+    # Checks.
+
+    def _looks(self, records: Sequence[Record], device: torch.device | None) -> bool:
+        """True if gradients at a scale of 1 are checked before a step. The host knows nothing of a captured loss."""
+        is_wanted = self.scaling.skips is not Skips.NEVER and bool(records) and not self.evidence.is_rehearsal
+        is_captured = device is not None and devices.is_capturing(device)
+        return is_wanted and not is_captured and all(one.ranks.can_agree for one in records)
+
+    def look_at_unseen(self, record: Record, is_stepping: bool = False) -> None:
+        """Before a step or a clipping: check gradients that came or were written since the last check.
+
+        In a CUDA graph only a step of the kernels can be skipped, and no other gradients are looked at.
+
+        Args:
+            is_stepping: as in `Record.is_unseen`.
+        """
+        record.rows.scan()
+        if record.state is not State.IDLE or not record.is_unseen(is_stepping):
+            if is_stepping:
+                record.forget_gone()
+            return
+        scaler, device = self.scaling.default(), record.columns.params[0].device
+        is_captured = devices.is_capturing(device)
+        if not scaler.is_identity:
+            if is_stepping:
+                record.refuse_unscaled()
+            if is_captured or self.evidence.is_rehearsal or not self._skips(scaler):
+                return
+            scaler = self._of_one
+        elif not self._looks([record], None if is_captured and fused_step_of(record.optimizer) else device):
+            return
+        backward = record.passed
+        if backward is not None:
+            self._look_at([one for one in self.all if one.passed is backward], backward, tells=False)
+            return
+        scaler.to(device)
+        backward = Backward(scaler, 0, scaler.snapshot())
+        self.evidence.enter_unseen(backward)
+        self._look_at([record], backward, tells=True)
+
+    def _look_at(self, records: Sequence[Record], backward: Backward, tells: bool) -> None:
+        """Check all present gradients, which are unscaled and stay where they are. No host sync.
+
+        Those of an optimizer of which one cannot be read are left alone.
+        """
+        readable = [one for one in records if one.can_look()]
+        if readable:
+            self._conclude(readable, backward, Record.look, tells=tells)
+
+    def close_into(self, record: Record) -> None:
+        """Unscale all scaled gradients of the parameters of `record`, before a step or a read."""
+        others = [one for one in self._open_beside([record]) if not one.is_in_body]
+        self.close_delayed([one for one in (record, *others) if one.state is State.DELAYED])
+
+    def close_loss(self, loss_id: int) -> None:
+        """Check all gradients that backwards of this loss left to be checked. Those of one scale share one decision."""
+        passed = [one.passed for one in self.all if one.passed is not None and one.passed.loss_id == loss_id]
+        for backward in dict.fromkeys(passed):
+            self._look_at([one for one in self.all if one.passed is backward], backward, tells=False)
+        self.close_delayed([one for one in self.all if one.delayed is not None and one.delayed.loss_id == loss_id])
+
+    def close_delayed(self, records: Sequence[Record]) -> None:
+        """Unscale gradients that `delay_unscale` left scaled. Those of one scale share one decision."""
+        left = [one for one in records if one.state is State.DELAYED]
+        while left:
+            backward = left[0].delayed
+            assert backward is not None
+            alike = [one for one in left if one.delayed is not None and one.delayed.snapshot.equals(backward.snapshot)]
+            self.close(alike, backward)
+            left = [one for one in left if one.state is State.DELAYED]
+
+    def close(
+        self,
+        records: Sequence[Record],
+        backward: Backward,
+        delay_overflow_check: bool = False,
+        loss: Tensor | None = None,
+    ) -> None:
+        """Unscale and check gradients, then update the scale. No host sync.
+
+        If any of it raises, or is interrupted, no gradient stays that is scaled or unchecked: those of the entry are
+        put back while all are in a body, and later all since the last step are discarded.
+
+        Args:
+            loss: the last loss, whose graph has the order of the parameters; None if unknown.
+        """
+        unscaled: set[int] | None = set() if len(records) > 1 else None
+        check = self._checks(backward)
+        is_open = all(one.is_in_body for one in records)
+        try:
+            self._conclude(
+                records,
+                backward,
+                lambda one, of: one.close(of, check, unscaled, keeps=not self.events.closed.observers),
+                delay_overflow_check=delay_overflow_check,
+                loss=loss,
+            )
+        except BaseException:  # such as out of memory: no gradient may stay scaled, or come unchecked to a step
+            is_open = is_open and all(one.is_in_body for one in records)
+            for one in records:
+                if is_open:
+                    one.put_back()
+                else:
+                    one.discard()
+            raise
+
+    def _skips(self, scaler: LossScaler) -> bool:
+        """True if an overflow skips the step; False if it is only reported."""
+        return scaler.dynamic or scaler is self._of_one or self.scaling.skips is not Skips.NEVER
+
+    def _checks(self, backward: Backward) -> bool:
+        return self._skips(backward.scaler) or backward.loss_id not in self.scaling.reported
+
+    def _conclude(
+        self,
+        records: Sequence[Record],
+        backward: Backward,
+        look: Callable[[Record, Backward], list[Any]],
+        *,
+        delay_overflow_check: bool = False,
+        loss: Tensor | None = None,
+        tells: bool = True,
+    ) -> None:
+        """Check the gradients of `records` by `look`, then decide together and update the scale.
+
+        If ranks must agree, the scale is updated when it is read, or when the step needs the decision.
+        """
+        scaler = backward.scaler
+        scaler.settle()
+        backward.skips = self._skips(scaler)
+        check = self._checks(backward)
+        # Ranks do not agree on an overflow that is only reported: a rank that has reported one stops checking, and
+        # the others would wait for it. Most processes have no ranks, and skip the list of groups.
+        agrees = backward.skips and has_ranks()
+        groups = list(dict.fromkeys(group for one in records for group in one.ranks.groups())) if agrees else []
+        # Reset, since a backward with `delay_unscale` is closed once for each optimizer.
+        backward.update, backward.checked = None, []
+        backward.may_update = (
+            check and len(records) == 1 and not groups and scaler.auto is None and not delay_overflow_check
+        )
+        squares: list[list[Tensor]] = []  # for each optimizer, the sums of squares from its checks
+        for one in records:
+            found = look(one, backward)
+            one.is_captured |= devices.is_capturing(backward.snapshot.scale.device)
+            # No rank has the sums over whole DTensors.
+            squares.append([] if one.columns.has_shards else [checked.checks.sum_squares for checked in found])
+        if check:
+            overflowed = backward.has_overflowed()
+            is_in_trouble = overflowed is None and any(one.pending.skips_in_a_row > 0 for one in records)
+            if overflowed or is_in_trouble or not backward.order:
+                self.evidence.keep(backward, loss, bool(overflowed), is_in_trouble)
+        for tell in self.events.closed.observers if tells else ():
+            tell([one.rows for one in records], backward)
+        if delay_overflow_check:
+            return
+        reduction = backward.reduction = (
+            Reduction(groups, scaler.found_inf, backward.loss_to_tell()) if groups else None
+        )
+        backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in records)
+        largest, bad_loss = (None, None) if scaler.auto is None else backward.for_auto_scale(groups)
+        concludes = check and bool(records)
+        is_noted = concludes and not self.evidence.is_rehearsal and scaler is not self._of_one
+        earlier_ones = records[0].pending.backwards if is_noted else ()
+        follows = earlier_ones[-1].number if earlier_ones else None
+
+        def conclude() -> None:
+            if reduction is not None:
+                scaler.found_inf.copy_(reduction.wait())
+            if backward.update is None:
+                outcome = scaler.update_(backward.snapshot, largest, bad_loss, backward.loss_to_send())
+            else:
+                outcome = scaler.end_update(backward.update)
+            if concludes:
+                backward.conclude(outcome)
+            if is_noted:
+                self.scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows)
+
+        if reduction is None:
+            conclude()
+        else:
+            scaler.owe(conclude)
+        if check:
+            for i, one in enumerate(records):
+                one.pending.add(backward, squares[i])
+
+    # Around a backward in a `scale_loss` of apex's, copied into a script, which names the scaler at its exit.
+
+    def prepare(self, record: Record) -> None:
+        """Entry: set gradients aside. Raises AmpStateError inside of a body."""
+        if record.is_in_body:
+            raise AmpStateError(
+                f"_prepare_amp_backward() was called for {type(record.optimizer).__name__} inside of an `with "
+                "amp.scale_loss(...)`, which did it at its entry.  Leave out one of the two."
+            )
+        record.enter()
+        record.begin()
+
+    def post(self, record: Record, scaler: LossScaler) -> None:
+        """Exit: unscale by `scaler`, and record overflows in it. No host sync but that of `scaler.to`."""
+        for param in record.columns.params[:1]:
+            scaler.to(param.device)
+        record.close(Backward(scaler, 0, scaler.snapshot()), True)
+        agree(record.ranks.groups(), scaler.found_inf)  # the caller reads found_inf next
+
+
+class ContextOfLoss:
+    """The context that `scale_loss` returns. Its AttributeError says how to get the scaled loss."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"amp.scale_loss(...) is a context, and has no .{name}: the scaled loss is what it gives to `with`.  Write "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+        )
+
+
+class Disabled(ContextOfLoss, nullcontext[Tensor]):
+    """The context of a `scale_loss` with enabled=False, which gives the loss unchanged."""
+
+
+class Body(ContextOfLoss):
+    """The context of one `scale_loss`. A generator would cost a loop of tiny steps 1 % more time.
+
+    Gives `loss.float() * scale`. The exit unscales and checks gradients and updates the scale; with `delay_unscale` it
+    leaves gradients scaled. If the body raises, its optimizers' gradients are put back as at the entry; for an exit
+    that raises see `Records.close`.
+
+    The entry raises AmpStateError, with nothing changed, if gradients would have two scales. No host sync.
+    """
+
+    def __init__(
+        self,
+        owner: Records,
+        loss: Tensor,
+        records: Sequence[Record],
+        scaler: LossScaler,
+        loss_id: int,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        self._owner = owner
+        self._loss = loss
+        self._records = records
+        self._scaler = scaler
+        self._loss_id = loss_id
+        self._delay_unscale = delay_unscale
+        self._delay_overflow_check = delay_overflow_check
+        self._hook: RemovableHandle | None = None  # on the scaled loss, while that lives
+        self._hook_of_loss: RemovableHandle | None = None  # on the unscaled loss, until the exit
+        self._is_left = False  # True from the exit on
+        self._has_begun = False  # True once a backward of the scaled loss has begun
+        self._has_passed_by = False  # True if a backward of the unscaled loss began before any of the scaled loss
+        self._is_on_its_way = False  # True while a backward of the scaled loss has not reached the unscaled loss
+        # Marks of gradients, taken when a backward of the unscaled loss begins after one of the scaled loss.
+        self._passed: list[tensor_lists.GradientMarks] | None = None
+        self._is_mixed = False  # True if a backward of the unscaled loss left gradients
+        self._others: list[tuple[Record, tensor_lists.GradientMarks]] = []  # of optimizers that are not listed
+
+    def __enter__(self) -> Tensor:
+        loss, scaler, events = self._loss, self._scaler, self._owner.events
+        for tell in events.entering.observers:
+            tell(self)
+        scaler.to(loss.device)
+        self._backward = backward = self._owner.begin(self._records, scaler, self._loss_id)
+        entered: list[Record] = []
+        try:
+            scaled_loss = loss.float() * moved(backward.snapshot.scale, loss.device)
+            for one in self._records:
+                one.enter()
+                entered.append(one)
+                one.refuse_joined(not backward.snapshot.is_identity)
+            together = self._records[0].pending.accumulations if self._records else {}
+            self._owner.evidence.enter(backward, loss, together)
+            # Autograd calls these before it accumulates anything.
+            if scaled_loss.requires_grad:
+                self._hook = scaled_loss.register_hook(self._begin)
+                if loss.requires_grad and not backward.snapshot.is_identity:
+                    self._hook_of_loss = loss.register_hook(self._pass_by)
+            for tell_entered in events.entered.observers:
+                tell_entered(self, loss, backward.snapshot.scale)
+            return scaled_loss
+        except BaseException:
+            for hook in (self._hook, self._hook_of_loss):
+                if hook is not None:
+                    hook.remove()
+            for one in entered:
+                one.put_back()
+            raise
+
+    @disable_dynamo
+    def _begin(self, grad: Tensor) -> None:
+        if self._is_left:
+            self._refuse_late()
+            return
+        self._look_at_passed()
+        if not self._has_begun:
+            everyone = self._owner.all
+            if len(everyone) > len(self._records) and not self._backward.snapshot.is_identity:
+                others = [one for one in everyone if one not in self._records]
+                self._others = [(one, tensor_lists.gradient_marks(one.columns.handle)) for one in others]
+        self._has_begun = self._is_on_its_way = True
+        for one in self._records:
+            one.begin()
+
+    @disable_dynamo
+    def _pass_by(self, grad: Tensor) -> None:
+        if not self._has_begun:
+            self._has_passed_by = True
+            for one in self._records:
+                one.begin()
+        elif not self._is_on_its_way:
+            self._look_at_passed()
+            self._passed = [tensor_lists.gradient_marks(one.columns.handle) for one in self._records]
+        self._is_on_its_way = False
+
+    def _look_at_passed(self) -> None:
+        """Record if a backward of the unscaled loss left gradients. `torch.autograd.grad` leaves none."""
+        if self._has_passed_by and not self._has_begun:
+            self._is_mixed |= any(one.has_arrived() for one in self._records)
+        elif self._passed is not None:
+            self._is_mixed |= any(marks.have_moved() for marks in self._passed)
+            self._passed = None
+
+    def _put_back(self) -> None:
+        for one, before in self._others:
+            for row, _ in before.moved() if one.has_foreign(before) else ():
+                one.columns.params[row].grad = None
+        for one in self._records:
+            one.put_back()
+
+    def _refuse_unscaled(self) -> None:
+        """Raise AmpStateError if a backward of the unscaled loss left gradients."""
+        self._look_at_passed()
+        if self._is_mixed:
+            raise AmpStateError(
+                "backward() was called on the loss that was passed to amp.scale_loss, so its gradients are not scaled, "
+                "and were put back.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
+                "scaled_loss.backward()."
+            )
+
+    def _warn_of_unscaled(self) -> None:
+        """Warn if gradients came without a backward of the scaled or the unscaled loss."""
+        if self._has_begun or self._has_passed_by or self._hook is None or self._backward.snapshot.is_identity:
+            return
+        for one in self._records:
+            if one.has_arrived_unseen():
+                one.missing_gradients.warn_of_unscaled(one.optimizer)
+
+    def _refuse_graph(self) -> None:
+        """Raise AmpStateError for gradients with a graph: what is computed from them would not be unscaled."""
+        if self._backward.snapshot.is_identity:
+            return
+        for one in self._records:
+            for param in one.columns.params if one.has_arrived() else ():
+                if param.grad is not None and param.grad.grad_fn is not None:
+                    raise AmpStateError(
+                        "backward(create_graph=True) left gradients with a graph, which the exit of scale_loss cannot "
+                        "unscale.  Take gradients by torch.autograd.grad(amp.scale(loss), params, create_graph=True) "
+                        "and amp.unscale(gradients), compute the penalty from those, and call backward() on the sum."
+                    )
+
+    def _refuse_late(self) -> None:
+        """Raise AmpStateError in a backward after the exit, unless its gradients will still be unscaled."""
+        if self._backward.snapshot.is_identity:
+            return
+        if not self._delay_unscale or any(one.state is State.IDLE for one in self._records):
+            raise AmpStateError(
+                "backward() was called on the scaled loss after its `with amp.scale_loss(...)` was left, whose exit "
+                "unscales and checks gradients.  Nothing was added to any.  Call scaled_loss.backward() inside of the "
+                "`with`."
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        owner, backward = self._owner, self._backward
+        try:
+            self._is_left = True
+            if self._hook_of_loss is not None:
+                self._hook_of_loss.remove()
+            for tell in owner.events.leaving.observers:
+                tell(self)
+            if kind is not None:
+                self._put_back()
+                return
+            self._refuse_unscaled()
+            self._refuse_graph()
+            self._warn_of_unscaled()
+            for one in self._records:
+                one.missing_gradients.note(self._has_begun)
+            ours = {id(p) for one in self._records for p in one.columns.params} if self._others else set()
+            for one, before in self._others:
+                one.note_foreign(before, ours)
+            if self._delay_unscale:
+                for one in self._records:
+                    one.leave_delayed(backward)
+            else:
+                owner.close(self._records, backward, self._delay_overflow_check, self._loss)
+        except BaseException:  # a refusal, an observer's error, an interrupt
+            self._put_back()
+            raise
+        finally:
+            owner.casts.after_backward()
+            for tell in owner.events.left.observers:
+                tell(self)
+
+
+class Unscaled(ContextOfLoss):
+    """The context of a `scale_loss` at a scale of 1: gradients accumulate in `.grad`, as in plain PyTorch.
+
+    Earlier half gradients beside masters become float32 first, so that sums lose nothing.
+
+    Args:
+        scaler: has the scale of 1, if gradients are checked before the step; else None.
+    """
+
+    def __init__(
+        self,
+        owner: Records,
+        loss: Tensor,
+        records: Sequence[Record],
+        loss_id: int,
+        scaler: LossScaler | None,
+    ) -> None:
+        self._owner = owner
+        self._loss = loss
+        self._records = records
+        self._loss_id = loss_id
+        self._scaler = scaler
+        self._backward: Backward | None = None
+
+    def __enter__(self) -> Tensor:
+        events, scaler = self._owner.events, self._scaler
+        for tell in events.entering.observers:
+            tell(self)
+        for one in self._records:
+            one.enter_unscaled()
+        if scaler is None:
+            self._owner.evidence.enter_unchecked(self._loss, self._loss_id)
+        else:
+            scaler.to(self._loss.device)
+            self._backward = Backward(scaler, self._loss_id, scaler.snapshot())
+            self._owner.evidence.enter(self._backward, self._loss, self._records[0].pending.accumulations)
+        for tell_entered in events.entered.observers:
+            tell_entered(self, self._loss, 1.0)
+        return self._loss.float()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        owner = self._owner
+        for tell in owner.events.leaving.observers:
+            tell(self)
+        try:
+            if kind is None:
+                for one in self._records:
+                    one.missing_gradients.note(None)
+                for tell_closed in owner.events.closed.observers:
+                    tell_closed([one.rows for one in self._records], None)
+                if (backward := self._backward) is not None:
+                    is_in_trouble = any(one.pending.skips_in_a_row > 0 for one in self._records)
+                    if is_in_trouble or not backward.order:
+                        owner.evidence.keep(backward, self._loss, False, is_in_trouble)
+                for one in self._records:
+                    one.leave_unscaled(self._backward)
+        finally:
+            owner.casts.after_backward()
+            for tell in owner.events.left.observers:
+                tell(self)

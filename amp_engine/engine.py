@@ -295,7 +295,7 @@ class Engine:
             lost = cast_notes.lost_values(request.models, decided)
             parts = [cast_notes.fp32_parts(model, decided) for model in request.models]
             emulated = arguments.emulated_on_cpu(request.models, decided)
-            self._initialized.add(request, adopt_data_writes)
+            self._initialized.add(request)
             if self.policy is None:
                 self.tools.clear()
                 self.records.evidence.begin()

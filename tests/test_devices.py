@@ -96,27 +96,3 @@ def test_a_number_is_rounded_on_its_way_to_a_device(value):
 def test_what_is_there_is_not_moved():
     t = torch.zeros(3)
     assert moved(t, torch.device("cpu")) is t
-
-
-class Stream:
-    """A CUDA stream that notes for which others it waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.waits_for: list[Stream] = []
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.waits_for.append(other)
-
-
-@pytest.mark.parametrize("capturing", [False, True])
-def test_a_stream_waits_for_another_that_reads_what_it_will_use_again(monkeypatch, capturing):
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    owners, current = [Stream(first), Stream(second)], {}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
-    monkeypatch.setattr(devices, "is_capturing", lambda device: capturing)
-    current[first], current[second] = owners[0], Stream(second)
-    devices.wait_for_readers(owners)
-    assert owners[0].waits_for == []
-    assert owners[1].waits_for == ([] if capturing else [current[second]])
-    assert devices.current_streams([first, torch.device("cpu")]) == (owners[0],)

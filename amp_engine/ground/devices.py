@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import torch
 from torch import Tensor
 
@@ -32,25 +30,6 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):  # torch asks the stream of the current device
         return torch.cuda.is_current_stream_capturing()
-
-
-def current_streams(devices: Iterable[torch.device]) -> tuple[torch.cuda.Stream, ...]:
-    """Return the current stream of each device that is a GPU."""
-    on_gpus = [device for device in devices if device.type == "cuda"]
-    return tuple(map(torch.cuda.current_stream, on_gpus))
-
-
-def wait_for_readers(owners: Sequence[torch.cuda.Stream]) -> None:
-    """Have each stream wait for the current stream of its device, if that is another one. No host sync.
-
-    Memory that the host frees goes back to the stream that it was allocated for, though another stream may still read
-    it. `Tensor.record_stream` prevents that, but does not reach memory that is shared copy-on-write. Does nothing
-    during a capture: memory of a graph is not reused, and waiting would draw the stream into the graph.
-    """
-    for owner in owners:
-        reader = torch.cuda.current_stream(owner.device)
-        if reader != owner and not is_capturing(owner.device):
-            owner.wait_stream(reader)
 
 
 class HostNumbers:

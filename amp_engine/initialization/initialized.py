@@ -109,7 +109,7 @@ class Initialized:
         return any(module is part for model in self.models for part in model.modules())
 
     @_without_collections()
-    def add(self, request: Request, adopt_data_writes: bool) -> None:
+    def add(self, request: Request) -> None:
         """Cast models, give optimizers masters and hooks. If anything raises, nothing has changed.
 
         To undo the cast, it keeps the memory from before the cast until the last optimizer is added.
@@ -145,7 +145,7 @@ class Initialized:
                     )
                 )
             for optimizer in optimizers:
-                self._take_in(optimizer, request, exact, adopt_data_writes)
+                self._take_in(optimizer, request, exact)
             # `undo` restores the types from before a model's first initialization.
             for cast_model in cast_models:
                 for earlier in [m for m in self._cast_models if m.model is cast_model.model]:
@@ -336,7 +336,6 @@ class Initialized:
         optimizer: Optimizer,
         request: Request,
         exact: Mapping[int, Tensor],
-        adopt_data_writes: bool,
     ) -> None:
         policy = request.policy
         # Shards are FP32 and need no masters.

@@ -63,12 +63,6 @@ def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
     return [id(group["params"]) for group in groups] == [id(group["params"]) for group in inner.param_groups]
 
 
-def has_groups_of(optimizer: Optimizer, inner: Optimizer) -> bool:
-    """True if each group of `inner` shares its list of parameters with some group of `optimizer`."""
-    lists = {id(group["params"]) for group in optimizer.param_groups}
-    return all(id(group["params"]) in lists for group in inner.param_groups)
-
-
 def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:
     """Return an attribute in which `wrapper` keeps parameters of `inner` that no master replaces; None if none.
 

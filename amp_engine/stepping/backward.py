@@ -133,12 +133,6 @@ class Backward:
             is_agreed=self.reduction is not None,
         )
 
-    def give_loss(self, other: Backward) -> None:
-        """Copy the last loss to `other`, with its value, origin, number and micro-batches."""
-        other.loss, other.value, other.origin, other.number = self.loss, self.value, self.origin, self.number
-        other.earlier_loss_is_bad = self.earlier_loss_is_bad
-        other.accumulation, other.micro_batches = self.accumulation, self.micro_batches
-
     def loss_to_tell(self) -> Tensor | float | None:
         """Return the loss to send to other ranks: the first that is not finite, or else the last. No host sync."""
         if self.accumulation.bad:

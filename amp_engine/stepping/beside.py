@@ -1,4 +1,4 @@
-"""What lies beside a low-precision parameter: its float32 master, or the 16 bits that rounding took from it."""
+"""Float32 values of low-precision parameters: a master, or the 16 bits that rounding took from the parameter."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Pairs:
 
 
 class Beside(Exact):
-    """What keeps the float32 value of one low-precision parameter."""
+    """Keeps the float32 value of one low-precision parameter."""
 
     __slots__ = ("_pairs", "_place", "is_loaded")
     _pairs: Pairs

@@ -50,7 +50,6 @@ class Events:
         skipped: gives the number of steps skipped in a row, and the backwards that made the last one skip.
         reported: gives a backward whose overflow did not skip, or that left gradients of 0 at a scale too low, or whose
             loss was not finite though its gradients were; for the last case only the first of several in a row.
-        masters_written: masters of an optimizer were written outside of its steps.
     """
 
     entering: Event[[object]] = field(default_factory=Event)
@@ -61,4 +60,3 @@ class Events:
     unchecked: Event[[int, int, float, Origin | None]] = field(default_factory=Event)
     skipped: Event[[int, Sequence[Backward]]] = field(default_factory=Event)
     reported: Event[[Backward]] = field(default_factory=Event)
-    masters_written: Event[[]] = field(default_factory=Event)

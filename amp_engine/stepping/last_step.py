@@ -18,18 +18,15 @@ class LastStep:
     Args:
         outcomes: outcomes of the backwards that decided the step, oldest first; none if nothing was scaled or checked.
         squares: sums of squares of the scaled gradients that the step took; None if unknown.
-        was_skipped: True if the caller skipped the step, and no outcome decided it.
     """
 
     def __init__(
         self,
         outcomes: Sequence[Outcome] = (),
         squares: Sequence[Tensor] | None = None,
-        was_skipped: bool = False,
     ) -> None:
         self._outcomes = outcomes
         self._squares = squares
-        self._was_skipped = was_skipped
 
     @property
     def is_known(self) -> bool:
@@ -39,13 +36,13 @@ class LastStep:
     @property
     def skipped(self) -> bool:
         """True if the step was skipped. Waits for the device until that is known."""
-        return self._was_skipped or any(one.skips and one.overflowed() for one in self._outcomes)
+        return any(one.skips and one.overflowed() for one in self._outcomes)
 
     @property
     def flag(self) -> Tensor:
         """True if the step was skipped, as a tensor on the device: bool, shape []. No host sync."""
-        if self._was_skipped or not self._outcomes:
-            return torch.tensor(self._was_skipped, device="cpu")
+        if not self._outcomes:
+            return torch.tensor(False, device="cpu")
         device = self._outcomes[-1].flag.device
         skipped = torch.zeros((), dtype=torch.bool, device=device)
         for outcome in self._outcomes:

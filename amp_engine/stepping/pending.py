@@ -42,7 +42,6 @@ class Pending:
         self.accumulations: dict[int, Accumulation] = {}  # for the next step, by loss_id
         # Sums of squares that the check found in this optimizer's gradients, of each backward since the last step.
         self._squares: list[list[Tensor] | None] = []
-        self.caller_skips = False
         self.skips_in_a_row = 0
         self.steps = 0  # count of concluded steps
         self.skips = 0  # count of skipped steps, as far as the host knows
@@ -77,11 +76,6 @@ class Pending:
     def unheard(self) -> int:
         """Count of steps that the device decided and the host does not know yet."""
         return len(self._undecided)
-
-    @property
-    def skips_next(self) -> bool:
-        """True if the next step will be skipped, by us or by the caller. Waits for the device if that decided."""
-        return self.caller_skips or self.overflowed()
 
     def overflowed(self) -> bool:
         """True if the next step will be skipped by us. Waits for the device if that decided."""
@@ -132,22 +126,6 @@ class Pending:
         """Get the findings of other ranks for all kept backwards."""
         for backward in self.backwards:
             backward.scaler.settle()
-
-    def leave_skip_to_caller(self) -> None:
-        """Note that a foreign `scale_loss` will skip the next step itself."""
-        self.caller_skips = True
-
-    def skipped_by_caller(self) -> None:
-        """Record a step that the caller skipped, and forget the backwards for it."""
-        self._settle()
-        self.hear(wait=True)
-        self.caller_skips = False
-        self.forget()
-        self._skipped = True
-        self._last = LastStep(was_skipped=True)
-        self.steps += 1
-        self.skips += 1
-        self.skips_in_a_row += 1
 
     def forget_backwards(self) -> None:
         """Discard what is known of gradients that are gone, or that are checked anew."""

@@ -46,7 +46,7 @@ class State(Enum):
 
 
 class Found(NamedTuple):
-    """What the last check found, valid for the gradients that it saw.
+    """The result of the last check, valid for the gradients that it saw.
 
     Attributes:
         marks: of these gradients; they tell which were written, replaced or zeroed since.

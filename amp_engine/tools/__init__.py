@@ -1,1 +1,1 @@
-"""What explains, compares and audits a run; loaded when it is called, as the rest of the package imports none of it."""
+"""Explains, compares and audits a run. Each module is loaded when it is called; the core imports none."""

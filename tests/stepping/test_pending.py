@@ -78,10 +78,10 @@ def test_one_overflow_of_several_backwards_skips_one_step_and_is_told_once(
 ) -> None:
     for overflowed in (False, True, False):
         pending.add(backward(overflowed))
-    assert pending.skips_next
+    assert pending.overflowed()
     assert is_skipped(pending)
     assert pending.skipped
-    assert not pending.skips_next
+    assert not pending.overflowed()
     assert not is_skipped(pending), "the next step has no backward"
     assert told["skips"] == [(1, 1)]
 
@@ -107,7 +107,7 @@ def test_an_overflow_that_does_not_skip_is_reported_and_the_step_taken(
 ) -> None:
     static = backward(True, skips=False)
     pending.add(static)
-    assert not pending.skips_next
+    assert not pending.overflowed()
     assert not is_skipped(pending)
     assert told == {"skips": [], "reports": [static]}
 
@@ -144,20 +144,6 @@ def test_a_captured_step_says_nothing(pending: Pending, told: dict[str, list[Any
     assert len(flags_left_to_the_device(pending)) == 1
     pending.hear(wait=True)
     assert told == {"skips": [], "reports": []}
-
-
-def test_a_step_that_somebody_else_skipped_counts_and_ends_what_was_pending(
-    pending: Pending, told: dict[str, list[Any]]
-) -> None:
-    pending.leave_skip_to_caller()
-    assert pending.skips_next
-    pending.add(backward(True))
-    pending.skipped_by_caller()
-    assert pending.skipped
-    assert pending.skips_in_a_row == 1
-    assert not pending.skips_next
-    assert not is_skipped(pending)
-    assert told["skips"] == [], "whoever skips says so"
 
 
 def test_what_the_host_knows_is_not_left_to_the_device(pending: Pending, told: dict[str, list[Any]]) -> None:

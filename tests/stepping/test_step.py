@@ -78,19 +78,12 @@ class CountsInState(Sign):
         return super().step(closure)
 
 
-class NeedsParameters(Sign):
+class NeedsParameters(CountsInGroups):
     """As AdamS and Adai: fails where groups have no parameters. It counts in its groups, too."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        for group in self.param_groups:
-            group["k"], group["d"] = 0, torch.ones(())
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             assert group["params"][0].device.type == "cpu"
-            group["k"] += 1
-            group["d"].mul_(0.5)
         return super().step(closure)
 
 

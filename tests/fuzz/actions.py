@@ -300,8 +300,9 @@ def step(world: World, which: int, how: str = "") -> None:
         world.rounded.add(o)
     if world.ref.skipped[o] and isinstance(world.optimizers[o], KeepsState):
         world.ref.optimizers[o].take(world.optimizers[o])  # a skip protects groups and state only
-    if any(p.grad is not None and p.grad.dtype is torch.float32 for p in world.params_of(o)):
-        world.ref.widen(o)  # a class's own step leaves FP32 gradients, the kernels half ones
+    # A class's own step leaves FP32 gradients; the kernels leave each as it was.
+    is_wide = {name for name, p in world.params.items() if p.grad is not None and p.grad.dtype is torch.float32}
+    world.ref.widen(o, is_wide)
     if o in world.ref.deferred:  # whether the gradients that stay are clipped depends on who stepped
         zero_grad(world, o, True)
         world.ref.deferred.discard(o)

@@ -172,10 +172,10 @@ class Reference:
         return self.looked[o] is not None and is_same(self.gradients(o), self.looked[o])
 
     @torch.no_grad()
-    def widen(self, o: int) -> None:
-        """Gradients beside masters become FP32."""
+    def widen(self, o: int, only: set[str] | None = None) -> None:
+        """Gradients beside masters become FP32: all, or those that are named."""
         was_looked = self.is_looked(o)
-        for name in [name for name in self.names(o) if name in self.masters]:
+        for name in [name for name in self.names(o) if name in self.masters and (only is None or name in only)]:
             grad = self.params[name].grad
             if grad is not None and grad.dtype != torch.float32:
                 self.params[name].grad = None

@@ -212,16 +212,17 @@ class World:
                 plain = self.ref.entry(name)
                 if name in self.ref.added or (name in self.ref.moved and dist.is_initialized()):
                     continue  # whose master is made, or taken from it, when it is looked at next
+                weight, expected = entry, plain
                 if entry is not params[name] and name not in self.ref.written:
                     low = params[name]  # whether a master has taken what moved no version depends on who stepped
-                    entry = torch.where(low != entry.to(low.dtype), low.float(), entry)
-                    plain.copy_(self.ref.exact(name))
-                self.same(entry, plain, f"what optimizer {o} steps of {name}", rtol, atol)
-                if o in self.rounded and not torch.equal(entry, plain):
-                    followed = entry is not params[name] and torch.equal(refs[name], plain.to(refs[name].dtype))
-                    plain.copy_(entry)
-                    if followed:
-                        refs[name].copy_(plain)
+                    entry = torch.where(low != weight.to(low.dtype), low.float(), weight)
+                    expected = self.ref.exact(name)
+                self.same(entry, expected, f"what optimizer {o} steps of {name}", rtol, atol)
+                is_near = o in self.rounded and not torch.equal(entry, expected)
+                if is_near and weight is not params[name] and torch.equal(refs[name], expected.to(refs[name].dtype)):
+                    refs[name].copy_(entry)
+                if is_near or expected is not plain:
+                    plain.copy_(weight)
             self.rounded.discard(o)
         for name, param in params.items():
             self.same(param, refs[name], name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp_engine.errors import AmpStateError
@@ -52,7 +53,38 @@ def take_off(optimizer: Any) -> None:
         vars(optimizer).pop(name, None)
 
 
-class Stash:
+class ByGroup:
+    """The parameters of a record by group and by type, as apex lists them."""
+
+    _record: Record
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: the model's low-precision parameters that have masters."""
+        return [[m.param for m in beside if isinstance(m, Master)] for _, beside in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: the masters of `fp16_groups`, in the same order, with their gradients."""
+        if self._record.state is State.IDLE:
+            self._record.hand_out()
+        return [[m.weight for m in beside if isinstance(m, Master)] for _, beside in self._groups()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: the float32 parameters."""
+        return [[p for p in params if p.dtype is torch.float32] for params, _ in self._groups()]
+
+    def _groups(self) -> list[tuple[list[nn.Parameter], list[Beside | None]]]:
+        """Per group: its parameters, and what lies beside each."""
+        rows = self._record.rows
+        rows.scan()
+        beside = iter(rows.columns.beside)
+        groups = self._record.optimizer.param_groups
+        return [(group["params"], [next(beside) for _ in group["params"]]) for group in groups]
+
+
+class Stash(ByGroup):
     """`optimizer._amp_stash` has flags and lists of parameters; its presence marks an initialized optimizer.
 
     Its methods with apex's names are attributes of the optimizer, too.
@@ -96,28 +128,6 @@ class Stash:
         return self._record.state is State.DELAYED
 
     @property
-    def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """Per group: the model's low-precision parameters that have masters."""
-        return [[m.param for m in group if isinstance(m, Master)] for group in self._by_group()]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
-        """Per group: the masters of `fp16_groups`, in the same order, with their gradients."""
-        record = self._record
-        if record.rows.makes_masters and record.state is State.IDLE:
-            record.hand_out()
-        return [[m.weight for m in group if isinstance(m, Master)] for group in self._by_group()]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[nn.Parameter]]:
-        """Per group: the parameters that the optimizer steps without a master."""
-        both = [[*group["params"]] for group in self._record.optimizer.param_groups]
-        return [
-            [p for p, m in zip(params, group, strict=True) if not isinstance(m, Master)]
-            for params, group in zip(both, self._by_group(), strict=True)
-        ]
-
-    @property
     def all_fp16_params(self) -> list[nn.Parameter]:
         """`fp16_groups` in one list."""
         return list(chain.from_iterable(self.fp16_groups))
@@ -131,9 +141,3 @@ class Stash:
     def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
         """`fp32_from_fp32_groups` in one list."""
         return list(chain.from_iterable(self.fp32_from_fp32_groups))
-
-    def _by_group(self) -> list[list[Beside | None]]:
-        rows = self._record.rows
-        rows.scan()
-        beside = iter(rows.columns.beside)
-        return [[next(beside) for _ in group["params"]] for group in self._record.optimizer.param_groups]

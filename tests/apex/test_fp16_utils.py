@@ -313,10 +313,14 @@ def train(model: nn.Module, optimizer: FP16_Optimizer, outcomes: str, first: int
         optimizer.step()
 
 
+def masters(optimizer: FP16_Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.fp32_from_fp16_groups for p in group]
+
+
 def snapshot(model: nn.Module, optimizer: FP16_Optimizer) -> list[Tensor]:
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [v for p in masters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-    return [t.detach().clone() for t in [*model.parameters(), *masters, *state]]
+    state = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+    assert all(value.dtype == torch.float32 for value in state)
+    return [t.detach().clone() for t in [*model.parameters(), *masters(optimizer), *state]]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -328,8 +332,8 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 def test_training_is_that_of_float32_masters_with_the_gradients_of_the_half_model(half, scale):
     model, optimizer = wrapped(half, **scale)
     plain = copy.deepcopy(model)
-    masters = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
-    reference = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
+    weights = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
+    reference = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
     for step in range(5):
         optimizer.zero_grad()
         optimizer.backward(loss_of(model, step))
@@ -337,19 +341,21 @@ def test_training_is_that_of_float32_masters_with_the_gradients_of_the_half_mode
         # The gradient of the half model at the same scale, in float32, over the scale.
         plain.zero_grad()
         (loss_of(plain, step) * optimizer.loss_scale).backward()
-        for master, param in zip(masters, plain.parameters(), strict=True):
-            master.grad = param.grad.float() / optimizer.loss_scale
+        for weight, param in zip(weights, plain.parameters(), strict=True):
+            weight.grad = param.grad.float() / optimizer.loss_scale
         reference.step()
         with torch.no_grad():
-            for master, param in zip(masters, plain.parameters(), strict=True):
-                param.copy_(master)
-    in_groups = [p for group in optimizer.param_groups for p in group["params"]]
-    for actual, expected in zip(in_groups, masters, strict=True):
+            for weight, param in zip(weights, plain.parameters(), strict=True):
+                param.copy_(weight)
+    halves = [w for w, p in zip(weights, plain.parameters(), strict=True) if p.dtype == half]
+    for actual, expected in zip(masters(optimizer), halves, strict=True):
+        assert actual.dtype == torch.float32
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-    assert all(p.dtype == torch.float32 for p in in_groups)
+    for param, weight in zip(model.parameters(), weights, strict=True):
+        torch.testing.assert_close(param, weight.to(param.dtype), rtol=1e-2, atol=1e-6)
 
 
-def test_masters_stand_in_the_groups_in_place_of_half_parameters_and_inherit_their_state():
+def test_masters_lie_beside_half_parameters_and_state_from_before_is_widened():
     model = half_mlp()
     model[2].float()
     model[0].bias.requires_grad_(False)
@@ -360,16 +366,16 @@ def test_masters_stand_in_the_groups_in_place_of_half_parameters_and_inherit_the
     assert optimizer.optimizer is inner
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state is inner.state
-    master = inner.param_groups[0]["params"][0]
     assert [len(g) for g in optimizer.fp16_groups] == [1, 0]
     assert optimizer.fp16_groups[0][0] is model[0].weight
-    assert optimizer.fp32_from_fp16_groups[0][0] is master
+    master = optimizer.fp32_from_fp16_groups[0][0]
+    assert torch.equal(master, model[0].weight.float())
     assert [len(g) for g in optimizer.fp32_from_fp32_groups] == [0, 2]
-    assert inner.param_groups[0]["params"][1] is model[0].bias
-    assert inner.param_groups[1]["params"][0] is model[2].weight
-    assert model[0].weight not in inner.state
-    assert inner.state[master]["step"] == 3
-    assert torch.equal(inner.state[master]["exp_avg"], moment.float())
+    in_groups = [p for group in inner.param_groups for p in group["params"]]
+    assert [*map(id, in_groups)] == [*map(id, model.parameters())]
+    assert inner.state[model[0].weight]["step"] == 3
+    assert torch.equal(inner.state[model[0].weight]["exp_avg"], moment.float())
+    assert inner.state[model[0].weight]["exp_avg"].dtype == torch.float32
 
 
 def test_construction_says_what_apex_said(capsys):
@@ -470,17 +476,25 @@ def test_several_backwards_accumulate_once_each(eager):
     exact = copy.deepcopy(model).double()
     exact[1].forward = lambda x: nn.functional.layer_norm(x, (8,), exact[1].weight, exact[1].bias)
     sum(exact(batch(step).double()).square().mean() for step in range(3)).backward()
-    in_groups = [p for group in optimizer.param_groups for p in group["params"]]
-    for param, truth in zip(in_groups, exact.parameters(), strict=True):
+    for param, truth in zip(model.parameters(), exact.parameters(), strict=True):
+        assert param.grad.dtype == torch.float32
         torch.testing.assert_close(param.grad.double(), truth.grad, rtol=2e-2, atol=2e-3)
 
 
-def test_update_master_grads_overwrites():
-    model, optimizer = wrapped(static_loss_scale=256.0)
-    optimizer.backward(loss_of(model))
-    grads = [p.grad.clone() for group in optimizer.fp32_from_fp16_groups for p in group]
-    optimizer.update_master_grads()
-    assert same([p.grad for group in optimizer.fp32_from_fp16_groups for p in group], grads)
+@HALVES
+@pytest.mark.parametrize("scale", [1.0, 256.0])
+def test_gradients_of_masters_are_those_of_the_model_unscaled_once(half, scale):
+    model, optimizer = wrapped(half, static_loss_scale=scale)
+    plain = copy.deepcopy(model)
+    (loss_of(plain) * scale).backward()
+    expected = [(p.grad.float() / scale) for p in plain.parameters() if p.dtype == half]
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
+    for _ in range(2):
+        optimizer.update_master_grads()
+        shown = [master.grad for master in masters(optimizer)]
+        assert same(shown, expected)
+        assert all(g is p.grad for g, p in zip(shown, optimizer.fp16_groups[0], strict=True))
 
 
 def test_a_parameter_without_a_gradient_is_not_stepped():
@@ -498,20 +512,18 @@ def test_a_parameter_without_a_gradient_is_not_stepped():
 def test_zero_grad_zeroes_or_drops_all_gradients():
     model, optimizer = wrapped()
     optimizer.backward(loss_of(model))
-    everything = [*model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
     optimizer.zero_grad()
-    assert all(p.grad is not None and not p.grad.any() for p in everything)
+    assert all(p.grad is not None and not p.grad.any() for p in [*model.parameters(), *masters(optimizer)])
     optimizer.zero_grad(set_grads_to_None=True)
-    assert all(p.grad is None for p in everything)
+    assert all(p.grad is None for p in [*model.parameters(), *masters(optimizer)])
 
 
 def test_clipping_is_of_unscaled_gradients_and_minus_one_after_an_overflow():
     model, optimizer = wrapped(dynamic_loss_scale=True)
     optimizer.backward(loss_of(model))
-    in_groups = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in in_groups))
+    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
     assert optimizer.clip_master_grads(norm / 2) == pytest.approx(norm, rel=1e-5)
-    clipped = math.sqrt(sum(p.grad.double().square().sum().item() for p in in_groups))
+    clipped = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
     assert clipped == pytest.approx(norm / 2, rel=1e-4)
     optimizer.backward(loss_of(model, factor=math.inf))
     assert optimizer.clip_master_grads(1.0) == -1
@@ -566,23 +578,10 @@ def test_a_closure_that_always_overflows_ends_in_an_error():
     assert len(list(calls)) > 90
 
 
-def test_a_line_search_sees_the_weights_that_it_set():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).bfloat16()
-    optimizer = FP16_Optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5), verbose=False)
-    losses = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        optimizer.backward(loss)
-        losses.append(loss.item())
-        return loss
-
-    optimizer.step(closure)
-    assert len(set(losses)) > 2
-    assert losses[-1] < losses[0]
-    assert optimizer.first_closure_call_this_step
+def test_an_optimizer_that_calls_its_closure_itself_is_refused_with_a_level_that_takes_it():
+    inner = torch.optim.LBFGS(half_mlp().parameters())
+    with pytest.raises(AmpStateError, match=r"LBFGS\.step\(closure\) runs backwards of its own.*opt_level='O4'"):
+        FP16_Optimizer(inner, verbose=False)
 
 
 def test_a_parameter_that_is_unfrozen_later_gets_a_master():
@@ -595,7 +594,7 @@ def test_a_parameter_that_is_unfrozen_later_gets_a_master():
     optimizer.backward(loss_of(model))
     optimizer.step()
     assert [len(g) for g in optimizer.fp16_groups] == [4, 1]
-    assert all(p.dtype == torch.float32 for g in optimizer.param_groups for p in g["params"])
+    assert all(master.dtype == torch.float32 for master in masters(optimizer))
 
 
 def test_masters_follow_weights_that_are_loaded_later_and_stay_exact_where_those_are_their_own():
@@ -755,13 +754,14 @@ def test_sparse_and_strided_gradients_reach_the_masters():
     optimizer = FP16_Optimizer(
         torch.optim.SGD([*embedding.parameters(), weight], lr=1.0), dynamic_loss_scale=True, verbose=False
     )
-    optimizer.backward(embedding(torch.tensor([1, 1])).float().sum() * 0.25)
+    loss = embedding(torch.tensor([1, 1])).float().sum() * 0.25 + weight.float().sum() * 0.25
+    optimizer.backward(loss, update_master_grads=False)
     weight.grad = torch.full((1, 3), 65536.0 / 4).half().expand(4, 3)
     optimizer.update_master_grads()
-    of_embedding, of_weight = (m.grad for m in optimizer.fp32_from_fp16_groups[0])
+    of_embedding, of_weight = (master.grad for master in masters(optimizer))
     assert of_embedding.is_sparse
     assert of_embedding.to_dense()[1].tolist() == [0.5, 0.5]
     assert torch.equal(of_weight, torch.full((4, 3), 0.25))
-    embedding.weight.grad._values()[0, 0] = math.inf
-    optimizer.update_master_grads()
+    optimizer.zero_grad(set_grads_to_None=True)
+    optimizer.backward(embedding(torch.tensor([1, 1])).float().sum() * math.inf)
     assert optimizer.overflow

@@ -113,7 +113,7 @@ class FP16_Optimizer(apex_face.ByGroup):  # noqa: N801 - apex's name
         """
         body = Body(self._records, loss, [self._record], self.loss_scaler, 0, not update_master_grads, False)
         with body as scaled_loss:
-            scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            scaled_loss.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
         """Unscale and check gradients that `backward(loss, update_master_grads=False)` left. No host sync."""
@@ -200,8 +200,8 @@ class FP16_Optimizer(apex_face.ByGroup):  # noqa: N801 - apex's name
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` saved here or by apex, and round its masters into the model's half parameters.
 
-        Raises AmpValueError, before any change, for masters of other shapes, or a scaler that is neither numbers nor an
-        object with a loss scale.
+        Raises AmpValueError, before any change, for masters of other shapes, or a scaler that is neither numbers nor a
+        scaler of apex.
         """
         saved = state_dict["fp32_from_fp16"]
         shapes = [[tuple(t.shape) for t in group] for group in saved]
@@ -276,11 +276,11 @@ class FP16_Optimizer(apex_face.ByGroup):  # noqa: N801 - apex's name
         return LossScaler(loss_scale, **arguments)  # type: ignore[arg-type]
 
     def _loaded_scaler(self, saved: Any, is_dynamic: bool) -> LossScaler:
-        if isinstance(saved, LossScaler):  # a pickled scaler of apex becomes a LossScaler with its own bounds
+        if isinstance(saved, LossScaler):  # as a pickled scaler of apex.amp comes back, with its own bounds
             return copy.deepcopy(saved)
-        loss_scale, unskipped = _scale_of(saved)
-        scaler = self._scaler("dynamic" if is_dynamic else loss_scale)
-        scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
+        scaler = self._scaler("dynamic" if is_dynamic else 1.0)
+        of_fp16_utils: Mapping[str, Any] = {"loss_scale": getattr(saved, "loss_scale", None), "unskipped": 0}
+        scaler.load_state_dict(saved if isinstance(saved, Mapping) else of_fp16_utils)
         return scaler
 
 
@@ -302,19 +302,3 @@ def _say_taken(reporter: Reporter, scaling: Scaling, backward: Backward) -> None
         "dynamic_loss_scale=True.  This is said once.",
         level=logging.WARNING,
     )
-
-
-def _scale_of(saved: Any) -> tuple[float, int]:
-    """Return scale and count of a saved scaler: numbers, or the attributes of an object whose class is gone."""
-    state = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
-    for name in ("loss_scale", "_loss_scale", "cur_scale"):
-        if name in state:
-            return float(state[name]), int(state.get("unskipped", state.get("_unskipped", 0)))
-    scale = getattr(saved, "loss_scale", None)
-    try:
-        return float(scale() if callable(scale) else scale), int(getattr(saved, "_unskipped", 0))  # type: ignore[arg-type]
-    except (TypeError, ValueError) as e:
-        raise AmpValueError(
-            f"The saved loss_scaler is {saved!r}, which has no loss scale.  Expected "
-            '{"loss_scale": float, "unskipped": int}, or a scaler object of apex.'
-        ) from e

@@ -7,12 +7,14 @@ Every operation is called as `op(chunk_size, noop_flag, tensor_lists, *args)`, m
     chunk_size    an int, taken and not used: the kernels choose their own, and no result depends on it.
     noop_flag     int32, one element, on the device of the tensors. An operation either sets it to 1 if a value that it
                   reads is not finite, and never clears it; or does nothing if it is not 0; or does not use it.
-    tensor_lists  lists of equal lengths. Each list is of one type: float32, float16 or bfloat16 (float64 where this is
-                  said). Tensors of one index have one shape and one order in memory, without gaps (contiguous,
-                  channels_last, ...). Empty tensors and empty lists are fine.
+    tensor_lists  lists of equal lengths, of float32, float16 and bfloat16 in any mixture (float64 where this is said).
+                  Tensors of one index have one shape and one order in memory, without gaps (contiguous, channels_last,
+                  ...). Empty tensors and empty lists are fine.
 
 Anything else raises AmpValueError, which names list and tensor, and changes nothing. Arithmetic is in float32, rounded
 once to the type of what is written. No operation waits for the device.
+
+An operation is a function below: its decorator lists its lists and arguments, its docstring has its formula.
 
 The legacy pair multi_tensor_lamb_stage1_cuda and multi_tensor_lamb_stage2_cuda is not served; multi_tensor_lamb does
 both stages.
@@ -21,8 +23,10 @@ both stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import wraps
-from typing import Any, NoReturn, TypeVar
+from inspect import Parameter, Signature
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,90 +36,149 @@ from amp_engine.apex import float64_steps
 from amp_engine.errors import AmpValueError
 from amp_engine.ground.dtypes import dtype_name
 from amp_engine.kernels.formulas import Adagrad, Adam, Formula, Lamb, NovoGrad, Sgd
+from amp_engine.kernels.layout import FLOATS
 from amp_engine.kernels.refusals import check_apart, check_lists
 from amp_engine.levels.policy import LOWEST_SCALE
 
 TensorList = Sequence[Tensor]
-TensorLists = Sequence[TensorList]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _RefusedError(AmpValueError):
-    """An argument that is not allowed, in words that lack the operation's name."""
-
-
-def _operation(*names: str, optional: int = 0, reads: int = 1, writes_gradients: bool = False) -> Callable[[F], F]:
-    """Make an operation of a function: check its flag and lists before it runs, and name it and its lists in errors.
+class _Call:
+    """One call of an operation.
 
     Args:
-        names: of the lists; callers may leave out the last `optional` lists.
-        reads: the number of lists, from the first on, that the kernels only read.
-        writes_gradients: the first list is written after the kernels.
+        op: name of the operation.
+        flag: noop_flag.
+        lists: tensor_lists.
+        reads: the number of lists, from the first on, that are not written.
     """
 
-    def decorate(function: F) -> F:
-        op = function.__name__
+    def __init__(self, op: str, flag: Tensor, lists: Sequence[TensorList], reads: int) -> None:
+        self.op = op
+        self.flag = flag
+        self.lists = lists
+        self.allowed: Sequence[torch.dtype] = FLOATS
+        self._names = {f"tensor_lists[{i}]": tensors for i, tensors in enumerate(lists)}
+        self._written = [*self._names][reads:]
 
+    def refuse(self, text: str) -> NoReturn:
+        raise AmpValueError(f"{self.op}: {text}")
+
+    def check(self) -> None:
+        """Refuse lists as the kernels do, by the caller's names for them. A loop over all tensors, which takes long."""
+        check_lists(self.op, self._names, self._written, allowed=dict.fromkeys(self._names, self.allowed))
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that share memory, which are written after the kernels."""
+        check_apart(self.op, {"tensor_lists[0]": self.lists[0]}, {})
+
+    def number(self, value: float | Tensor) -> Tensor:
+        """`value` as float32 of shape [] on the device of the call. No host sync."""
+        if isinstance(value, Tensor):
+            return value.float().view(())
+        return torch.full((), value, dtype=torch.float32, device=self.flag.device)
+
+    def scalar(self, name: str, value: Any) -> Tensor:
+        """`number` of an argument that has to be on the device."""
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.device != self.flag.device:
+            found = f"shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
+            self.refuse(f"{name} is {found}, but must be a tensor of one element on {self.flag.device}.")
+        return self.number(value.detach())
+
+    def is_set(self) -> Tensor:
+        """The flag as bool, shape []."""
+        return self.flag.view(()) != 0
+
+    def set_where(self, bad: Tensor) -> None:
+        """Set the flag if one of `bad` (bool, any shape) is true. No host sync."""
+        if bad.numel():
+            self.flag.masked_fill_(bad.any(), 1)
+
+
+def _operation(lists: str, arguments: str = "", *, scalars: str = "", reads: int = 1) -> Callable[[Any], Any]:
+    """Make an operation of a function of a _Call and of the arguments by name.
+
+    Args:
+        lists: names of the lists; "[name]" may be left out.
+        arguments: names of the arguments in their order; "name=None" may be left out.
+        scalars: names of the arguments that are one element on the device, of any type; they become float32, shape [].
+        reads: the number of lists, from the first on, that are not written; 0 where gradients are written, too.
+    """
+    names, on_device = lists.split(), scalars.split()
+    needed = [name for name in names if not name.startswith("[")]
+    after = (argument.partition("=None") for argument in arguments.split())
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [Parameter(name, kind) for name in ("chunk_size", "noop_flag", "tensor_lists")]
+    parameters += [Parameter(name, kind, default=None if default else Parameter.empty) for name, default, _ in after]
+    signature = Signature(parameters)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def operation(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *args: Any, **kwargs: Any) -> Any:
-            try:
-                _check_lists(noop_flag, tensor_lists, names, optional)
-                if writes_gradients:
-                    check_apart(op, {"tensor_lists[0]": tensor_lists[0]}, {})
-                with torch.no_grad():
-                    return function(chunk_size, noop_flag, tensor_lists, *args, **kwargs)
-            except _RefusedError as refusal:
-                raise AmpValueError(f"{op}: {refusal}") from None
-            except AmpValueError:
-                # The kernel's error names the lists of the kernel, but the caller knows indices in tensor_lists.
-                check_lists(
-                    op,
-                    {f"tensor_lists[{i}]": tensors for i, tensors in enumerate(tensor_lists)},
-                    [f"tensor_lists[{i}]" for i in range(reads, len(tensor_lists))],
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            _, flag, tensor_lists, *_ = bound.args
+            call = _Call(function.__name__, flag, tensor_lists, reads)
+            if flag.numel() != 1 or flag.dtype is not torch.int32:
+                call.refuse(
+                    f"noop_flag is a {dtype_name(flag.dtype)} tensor of shape {list(flag.shape)}, but must be one "
+                    "int32.  Call torch.zeros(1, dtype=torch.int32, device=...)."
                 )
+            if not len(needed) <= len(tensor_lists) <= len(names):
+                call.refuse(f"tensor_lists holds {len(tensor_lists)} lists, but takes {len(needed)}: {lists}.")
+            if tensor_lists[0] and tensor_lists[0][0].device != flag.device:
+                call.refuse(
+                    f"noop_flag is on {flag.device}, but the tensors are on {tensor_lists[0][0].device}.  Make a flag "
+                    "for each device."
+                )
+            given = {parameter.name: bound.arguments[parameter.name] for parameter in parameters[3:]}
+            given.update({name: call.scalar(name, given[name]) for name in on_device})
+            try:
+                if reads == 0:
+                    call.check_gradients()
+                with torch.no_grad():
+                    return function(call, **given)
+            except AmpValueError:
+                call.check()
                 raise
 
-        return operation  # type: ignore[return-value]
+        vars(operation)["__signature__"] = signature
+        return operation
 
     return decorate
 
 
-@_operation("inputs", "outputs")
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
+@_operation("inputs outputs", "scale")
+def multi_tensor_scale(call: _Call, scale: float) -> None:
     """out = in * scale, for lists [in, out], whose types are independent; out may be in.
 
     The flag is set if an element of `in` is not finite. An overflow in the rounding to `out` does not set it.
     """
-    inputs, outputs = tensor_lists
-    checks = kernels.scale_(outputs, inputs, _constant(scale, noop_flag))
-    _set_where(noop_flag, checks.nonfinite)
+    inputs, outputs = call.lists
+    call.set_where(kernels.scale_(outputs, inputs, call.number(scale)).nonfinite)
 
 
-@_operation("xs", "ys", "outputs", reads=2)
-def multi_tensor_axpby(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int
-) -> None:
+@_operation("xs ys outputs", "a b arg_to_check", reads=2)
+def multi_tensor_axpby(call: _Call, a: float, b: float, arg_to_check: int) -> None:
     """out = a * x + b * y, for lists [x, y, out], whose types are independent; out may be x or y.
 
     Args:
         arg_to_check: the flag is set if an element of x (0), of y (1) or of either (-1) is not finite.
     """
     if arg_to_check not in (-1, 0, 1):
-        raise _RefusedError(f"arg_to_check={arg_to_check!r}.  Use -1 (both), 0 (x) or 1 (y).")
-    xs, ys, outputs = tensor_lists
+        call.refuse(f"arg_to_check={arg_to_check!r}.  Use -1 (both), 0 (x) or 1 (y).")
+    xs, ys, outputs = call.lists
     # Checked before y is overwritten, since the output may be y.
     of_y = None if arg_to_check == 0 else kernels.check(ys)
-    of_x = kernels.axpby_(outputs, xs, ys, _constant(a, noop_flag), _constant(b, noop_flag))
+    of_x = kernels.axpby_(outputs, xs, ys, call.number(a), call.number(b))
     if arg_to_check != 1:
-        _set_where(noop_flag, of_x.nonfinite)
+        call.set_where(of_x.nonfinite)
     if of_y is not None:
-        _set_where(noop_flag, of_y.nonfinite)
+        call.set_where(of_y.nonfinite)
 
 
-@_operation("xs")
-def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = None
-) -> tuple[Tensor, Tensor]:
+@_operation("xs", "per_tensor=None")
+def multi_tensor_l2norm(call: _Call, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
     """2-norm over all tensors of the list in [x].
 
     The flag is set if the norm is not finite. Squares are summed in float64, where they do not overflow as they did in
@@ -124,41 +187,30 @@ def multi_tensor_l2norm(
     Returns:
         (norm over all: float32, shape [1]; norm of each: float32, shape [n], or shape [0] unless `per_tensor`).
     """
-    total, each = kernels.l2norm(tensor_lists[0])
-    return _norms(noop_flag, total, each, per_tensor)
+    return _norms(call, kernels.check(call.lists[0]).sum_squares, per_tensor)
 
 
-@_operation("xs")
-def multi_tensor_l2norm_mp(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = None
-) -> tuple[Tensor, Tensor]:
+@_operation("xs", "per_tensor=None")
+def multi_tensor_l2norm_mp(call: _Call, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
     """`multi_tensor_l2norm`, which returns zeros where the flag was set before."""
-    total, each = kernels.l2norm(tensor_lists[0])
-    was_set = _is_set(noop_flag)
-    if tensor_lists[0]:
-        total, each = total.masked_fill(was_set, 0), each.masked_fill(was_set, 0)
-    return _norms(noop_flag, total, each, per_tensor)
+    sum_squares = kernels.check(call.lists[0]).sum_squares.to(call.flag.device)
+    return _norms(call, sum_squares.masked_fill(call.is_set(), 0), per_tensor)
 
 
-@_operation("inputs", "outputs")
-def multi_tensor_l2norm_scale(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = None
-) -> tuple[Tensor, Tensor]:
+@_operation("inputs outputs", "scale per_tensor=None")
+def multi_tensor_l2norm_scale(call: _Call, scale: float, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
     """out = in * scale, for lists [in, out], whose types are independent; and the 2-norm of `in * scale`.
 
     The norm is of the values before they are rounded to the type of `out`. Flag and returns are those of
     `multi_tensor_l2norm`.
     """
-    inputs, outputs = tensor_lists
-    factor = _constant(scale, noop_flag)
-    sum_squares = kernels.scale_(outputs, inputs, factor).sum_squares
-    return _norms_of_squares(noop_flag, sum_squares, factor, per_tensor)
+    inputs, outputs = call.lists
+    factor = call.number(scale)
+    return _norms(call, kernels.scale_(outputs, inputs, factor).sum_squares, per_tensor, factor)
 
 
-@_operation("xs")
-def multi_tensor_unscale_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, inv_scale: Tensor, per_tensor: bool | None = None
-) -> tuple[Tensor, Tensor]:
+@_operation("xs", "inv_scale per_tensor=None", scalars="inv_scale")
+def multi_tensor_unscale_l2norm(call: _Call, inv_scale: Tensor, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
     """2-norm of `x * inv_scale` over the list in [x], which is not changed.
 
     Args:
@@ -166,25 +218,14 @@ def multi_tensor_unscale_l2norm(
 
     Flag and returns are those of `multi_tensor_l2norm`.
     """
-    factor = _scalar("inv_scale", inv_scale, noop_flag)
-    sum_squares = kernels.check(tensor_lists[0]).sum_squares
-    return _norms_of_squares(noop_flag, sum_squares, factor, per_tensor)
+    return _norms(call, kernels.check(call.lists[0]).sum_squares, per_tensor, inv_scale)
 
 
-@_operation("gradients", "parameters", "momentum buffers", "copies", optional=1)
-def multi_tensor_sgd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    lr: float,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float,
-) -> None:
+@_operation(
+    "gradients parameters momentum_buffers [copies]",
+    "weight_decay momentum dampening lr nesterov first_run wd_after_momentum scale",
+)
+def multi_tensor_sgd(call: _Call, first_run: bool, scale: float, **given: Any) -> None:
     """SGD, for lists [gradients, parameters, momentum buffers] or these and [..., copies of parameters].
 
     g = grad * scale;  g += weight_decay * p, unless wd_after_momentum
@@ -195,32 +236,15 @@ def multi_tensor_sgd(
     Buffers are not read or written if `momentum` is 0. Nothing is written if the flag is set. `first_run` applies to
     all tensors of the call; a tensor whose first gradient comes later needs a call of its own.
     """
-    sgd = Sgd(
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=bool(nesterov),
-        decay_after_momentum=bool(wd_after_momentum),
-    )
-    done = 0 if first_run else 1
-    _step(sgd, noop_flag, tensor_lists, done, inv_scale=_constant(scale, noop_flag), skips=_is_set(noop_flag))
+    step = 1 if first_run else 2
+    _step(call, _formula(Sgd, given), call.lists, step, inv_scale=call.number(scale), skips=call.is_set())
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq")
-def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
+_ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
+
+
+@_operation("gradients parameters exp_avg exp_avg_sq", _ADAM)
+def multi_tensor_adam(call: _Call, step: int, **given: Any) -> None:
     """Adam, for lists [gradients, parameters, exp_avg, exp_avg_sq]; gradients and parameters also float64.
 
     g += weight_decay * p, if mode is 0 (L2)
@@ -234,25 +258,11 @@ def multi_tensor_adam(
 
     The flag is left alone and not read.
     """
-    adam = _adam(lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
-    _step(adam, noop_flag, tensor_lists, step - 1)
+    _step(call, _formula(Adam, given), call.lists, step)
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", writes_gradients=True)
-def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
+@_operation("gradients parameters exp_avg exp_avg_sq", f"{_ADAM} inv_scale", scalars="lr step inv_scale", reads=0)
+def multi_tensor_adam_capturable(call: _Call, step: Tensor, inv_scale: Tensor, **given: Any) -> None:
     """`multi_tensor_adam` with lr, step and inv_scale on the device; `g *= inv_scale` is written back.
 
     Args:
@@ -261,51 +271,26 @@ def multi_tensor_adam_capturable(
 
     Nothing is written where the flag is set.
     """
-    adam = _adam(_scalar("lr", lr, noop_flag), beta1, beta2, epsilon, mode, bias_correction, weight_decay)
-    _step_and_unscale(adam, noop_flag, tensor_lists, step, inv_scale)
+    _step_and_unscale(call, _formula(Adam, given), call.lists, step, inv_scale)
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", "masters", writes_gradients=True)
-def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
+@_operation(
+    "gradients parameters exp_avg exp_avg_sq masters", f"{_ADAM} inv_scale", scalars="lr step inv_scale", reads=0
+)
+def multi_tensor_adam_capturable_master(call: _Call, step: Tensor, inv_scale: Tensor, **given: Any) -> None:
     """`multi_tensor_adam_capturable`, for lists [gradients, parameters, exp_avg, exp_avg_sq, masters].
 
     The masters are stepped, and the parameters become the masters, rounded.
     """
-    adam = _adam(_scalar("lr", lr, noop_flag), beta1, beta2, epsilon, mode, bias_correction, weight_decay)
-    _step_and_unscale(adam, noop_flag, tensor_lists, step, inv_scale)
+    grads, params, exp_avgs, exp_avg_sqs, masters = call.lists
+    _step_and_unscale(call, _formula(Adam, given), (grads, masters, exp_avgs, exp_avg_sqs, params), step, inv_scale)
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", writes_gradients=True)
-def multi_tensor_lamb(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor,
-    max_grad_norm: float,
-    use_nvlamb: bool | None = None,
-) -> None:
+_LAMB = "lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode global_grad_norm max_grad_norm"
+
+
+@_operation("gradients parameters exp_avg exp_avg_sq", f"{_LAMB} use_nvlamb=None", scalars="global_grad_norm", reads=0)
+def multi_tensor_lamb(call: _Call, **given: Any) -> None:
     """LAMB, for lists [gradients, parameters, exp_avg, exp_avg_sq]. Gradients are overwritten: they become u.
 
     g /= max(1, global_grad_norm / max_grad_norm), unless max_grad_norm is 0;  g += weight_decay * p, if mode is 0
@@ -320,32 +305,16 @@ def multi_tensor_lamb(
 
     The flag is left alone and not read.
     """
-    norm = _scalar("global_grad_norm", global_grad_norm, noop_flag)
-    norm = norm / max_grad_norm if max_grad_norm > 0 else torch.zeros_like(norm)
-    lamb = _lamb(lr, beta1, beta2, epsilon, bias_correction, weight_decay, grad_averaging, mode, use_nvlamb)
-    _step_into_gradients(lamb, noop_flag, tensor_lists, step, norm)
+    _lamb(call, **given)
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", "copies", optional=1, writes_gradients=True)
-def multi_tensor_lamb_mp(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor,
-    max_grad_norm: Tensor,
-    use_nvlamb: bool | None,
-    found_inf: Tensor,
-    inv_scale: Tensor,
-) -> None:
+@_operation(
+    "gradients parameters exp_avg exp_avg_sq [copies]",
+    f"{_LAMB} use_nvlamb found_inf inv_scale",
+    scalars="lr step global_grad_norm max_grad_norm found_inf inv_scale",
+    reads=0,
+)
+def multi_tensor_lamb_mp(call: _Call, found_inf: Tensor, **given: Any) -> None:
     """`multi_tensor_lamb` of `g = grad * inv_scale`, with the numbers that change between steps on the device.
 
     For lists [gradients, parameters, exp_avg, exp_avg_sq] or these and [..., copies of parameters]. Nothing is written
@@ -356,32 +325,15 @@ def multi_tensor_lamb_mp(
             unscaled gradients.
         step: one element of any type: the number of this step, from 1. It is not advanced.
     """
-    norm = _scalar("global_grad_norm", global_grad_norm, noop_flag)
-    max_norm = _scalar("max_grad_norm", max_grad_norm, noop_flag)
-    norm = torch.where(max_norm > 0, norm / max_norm, 0.0)
-    lr, step = _scalar("lr", lr, noop_flag), _scalar("step", step, noop_flag)
-    factor = _scalar("inv_scale", inv_scale, noop_flag)
-    skips = _is_set(noop_flag) | (_scalar("found_inf", found_inf, noop_flag) != 0)
-    lamb = _lamb(lr, beta1, beta2, epsilon, bias_correction, weight_decay, grad_averaging, mode, use_nvlamb)
-    _step_into_gradients(lamb, noop_flag, tensor_lists, step, norm, factor, skips)
+    _lamb(call, skips=call.is_set() | (found_inf != 0), **given)
 
 
-@_operation("gradients", "parameters", "exp_avg")
+@_operation(
+    "gradients parameters exp_avg",
+    "grad_norms lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode norm_type",
+)
 def multi_tensor_novograd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    grad_norms: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    norm_type: int,
+    call: _Call, grad_norms: Tensor, beta2: float, step: int, bias_correction: int, norm_type: int, **given: Any
 ) -> None:
     """NovoGrad, for lists [gradients, parameters, exp_avg]; gradients and parameters also float64.
 
@@ -399,17 +351,17 @@ def multi_tensor_novograd(
 
     The flag is set if a gradient is not finite, and not read.
     """
-    grads, params, _ = tensor_lists
-    if grad_norms.shape != (len(grads),) or grad_norms.device != noop_flag.device:
-        raise _RefusedError(
+    grads = call.lists[0]
+    if grad_norms.shape != (len(grads),) or grad_norms.device != call.flag.device:
+        call.refuse(
             f"grad_norms has shape {list(grad_norms.shape)} on {grad_norms.device}, but must have one norm a "
-            f"tensor: shape [{len(grads)}] on {noop_flag.device}."
+            f"tensor: shape [{len(grads)}] on {call.flag.device}."
         )
     if norm_type not in (0, 2):
-        raise _RefusedError(f"norm_type={norm_type!r}.  Use 2, or 0 for the largest magnitude.")
+        call.refuse(f"norm_type={norm_type!r}.  Use 2, or 0 for the largest magnitude.")
     if not grads:
         return
-    if _is_float64(tensor_lists, params):
+    if grads[0].dtype is torch.float64:
         # The maximum of no element is an error.
         size = torch.stack([g.norm() if norm_type == 2 or not g.numel() else g.abs().max() for g in grads])
         nonfinite = kernels.nonfinite(grads)
@@ -423,35 +375,26 @@ def multi_tensor_novograd(
     else:
         norms = beta2 * norms + (1 - beta2) * size
     # At a tensor's first step, the formula would start the norm. Here the caller has started it, so the formula gets
-    # blended and corrected norms for a later step (1 step done), with beta2 = 1, which does not change them.
-    bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    inside = mode == 0
-    novograd = NovoGrad(
-        lr=lr / bias1,
-        beta1=beta1,
+    # blended and corrected norms for a later step (the second), with beta2 = 1, which does not change them.
+    bias1, bias2 = (1 - given["beta1"] ** step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    inside = given["mode"] == 0
+    given["lr"] /= bias1
+    given["weight_decay"] *= 1 if inside else bias1
+    novograd = _formula(
+        NovoGrad,
+        given,
         beta2=1.0,
-        eps=epsilon,
-        weight_decay=weight_decay if inside else weight_decay * bias1,
         bias_correction=False,
-        grad_averaging=bool(grad_averaging),
         decay_inside_moment=inside,
         infinity_norm=norm_type == 0,
     )
-    _step(novograd, noop_flag, tensor_lists, 1, norms=norms / bias2**0.5)
+    _step(call, novograd, call.lists, 2, norms=norms / bias2**0.5)
     grad_norms.copy_(norms)
-    _set_where(noop_flag, nonfinite)
+    call.set_where(nonfinite)
 
 
-@_operation("gradients", "parameters", "sums")
-def multi_tensor_adagrad(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    epsilon: float,
-    mode: int,
-    weight_decay: float,
-) -> None:
+@_operation("gradients parameters sums", "lr epsilon mode weight_decay")
+def multi_tensor_adagrad(call: _Call, **given: Any) -> None:
     """Adagrad, for lists [gradients, parameters, sums]; all three also float64.
 
     g += weight_decay * p, if mode is 0 (L2)
@@ -459,8 +402,7 @@ def multi_tensor_adagrad(
 
     The flag is left alone and not read.
     """
-    adagrad = Adagrad(lr=lr, eps=epsilon, weight_decay=weight_decay, decoupled=mode == 1)
-    _step(adagrad, noop_flag, tensor_lists, 0)
+    _step(call, _formula(Adagrad, given), call.lists, 1)
 
 
 @torch.no_grad()
@@ -492,23 +434,16 @@ def update_scale_hysteresis(
     Returns:
         `current_scale`. No host sync.
     """
-    tensors = (current_scale, growth_tracker, hysteresis_tracker, found_inf)
-    for name, tensor in zip(
-        ("current_scale", "growth_tracker", "hysteresis_tracker", "found_inf"), tensors, strict=True
-    ):
-        if tensor.numel() != 1:
-            raise AmpValueError(f"update_scale_hysteresis: {name} has {tensor.numel()} elements, but must have one.")
-    scale, grown, left, bad = (tensor.view(()) for tensor in tensors)
     kernels.update_scale_(
-        scale,
-        grown,
-        bad,
+        current_scale.view(()),
+        growth_tracker.view(()),
+        found_inf.view(()),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         min_scale=LOWEST_SCALE,
         max_scale=float("inf"),
-        hysteresis_tracker=left,
+        hysteresis_tracker=hysteresis_tracker.view(()),
         hysteresis=hysteresis,
     )
     return current_scale
@@ -520,42 +455,35 @@ def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _adam(lr: Any, beta1: float, beta2: float, eps: float, mode: int, corrects: int, decay: float) -> Adam:
-    return Adam(
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=decay,
-        decoupled=mode == 1,
-        bias_correction=bool(corrects),
-    )
+_NAMES = {"epsilon": "eps", "wd_after_momentum": "decay_after_momentum"}
 
 
-def _lamb(
-    lr: Any, beta1: float, beta2: float, eps: float, corrects: int, decay: float, averages: int, mode: int, nv: Any
-) -> Lamb:
-    return Lamb(
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=decay,
-        max_grad_norm=1.0,
-        decoupled=mode == 1,
-        bias_correction=bool(corrects),
-        grad_averaging=bool(averages),
-        use_nvlamb=bool(nv),
-    )
+def _formula(kind: type[Formula], given: dict[str, Any], **more: Any) -> Any:
+    """The formula with the hyperparameters among the arguments of a call, and `more`."""
+    values = {_NAMES.get(name, name): value for name, value in given.items()}
+    values = {"decoupled": values.get("mode") == 1, **values, **more}
+    known = {field.name: field for field in fields(kind)}
+    are_flags = {name for name, field in known.items() if isinstance(field.default, bool)}
+    return kind(**{n: bool(v) if n in are_flags else v for n, v in values.items() if n in known})
+
+
+def _norms(
+    call: _Call, sum_squares: Tensor, per_tensor: bool | None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Norms as float32 of tensors with these sums of squares, times `factor`. Sets the flag if one is not finite."""
+    each = sum_squares.to(call.flag.device)
+    size = 1.0 if factor is None else factor.double().abs()
+    total = (each.sum().sqrt() * size).float().reshape(1)
+    call.set_where(~total.isfinite())
+    return total, (each.sqrt() * size).float() if per_tensor else total.new_empty(0)
 
 
 def _step(
+    call: _Call,
     formula: Formula,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    done: int | Tensor,
+    lists: Sequence[TensorList],
+    step: int | Tensor,
     *,
-    has_masters: bool = False,
     norms: Tensor | None = None,
     inv_scale: Tensor | None = None,
     skips: Tensor | None = None,
@@ -564,8 +492,8 @@ def _step(
     """Step once.
 
     Args:
-        tensor_lists: gradients, parameters, the states of the formula, and maybe copies of the parameters, or masters.
-        done: the number of earlier steps of the parameters; shape [], if it is a tensor.
+        lists: gradients, weights, the states of the formula, and maybe what gets the rounded weights.
+        step: the number of this step, from 1; one element, if it is a tensor.
         norms: NovoGrad's norms, shape [n].
         inv_scale, gradient_norm: float32, shape [].
         skips: bool, shape []; nothing is written where it is true.
@@ -573,26 +501,26 @@ def _step(
     Returns:
         The states as they were computed, before they were rounded.
     """
+    grads, weights, *rest = lists
     n = 2 if formula.needs_state2 else 1
-    grads, params = tensor_lists[:2]
-    states = tensor_lists[2 : 2 + n] if formula.needs_state1 else []
-    copies = tensor_lists[2 + n] if len(tensor_lists) > 2 + n else None
-    if has_masters and copies is not None:
-        params, copies = copies, params
-    if isinstance(formula, (Adam, Adagrad, NovoGrad)) and _is_float64(tensor_lists, params):
-        lists = [grads, params, *states]
-        float64_steps.step_(formula, lists, copies, step=done + 1, norms=norms, inv_scale=inv_scale, skips=skips)
+    states = rest[:n] if formula.needs_state1 else []
+    copies = rest[n] if len(rest) > n else None
+    takes_float64 = isinstance(formula, (Adam, Adagrad, NovoGrad))
+    if takes_float64 and weights and weights[0].dtype is torch.float64:
+        call.allowed = (torch.float64, torch.float32)
+        call.check()
+        both = [grads, weights, *states]
+        float64_steps.step_(formula, both, copies, step=step, norms=norms, inv_scale=inv_scale, skips=skips)
         return states
-    wide: list[TensorList] = [
-        state if not state or state[0].dtype is torch.float32 else [t.float() for t in state] for state in states
-    ]
+    wide = [[t.float() for t in state] for state in states]
+    first, second = (*wide, None, None)[:2]
     kernels.step_once(
         formula,
         grads,
-        params,
-        wide[0] if wide else None,
-        wide[1] if n == 2 else None,
-        (done.float() if isinstance(done, Tensor) else _constant(done, noop_flag)).expand(len(params)).contiguous(),
+        weights,
+        first,
+        second,
+        (call.number(step) - 1).expand(len(weights)).contiguous(),
         None if norms is None else norms.float(),
         copies,
         inv_scale=inv_scale,
@@ -600,56 +528,48 @@ def _step(
         gradient_norm=gradient_norm,
     )
     for state, state_f32 in zip(states, wide, strict=True):
-        if state is not state_f32:
-            kernels.cast_copy_(state, state_f32)
+        narrow = [(t, t_f32) for t, t_f32 in zip(state, state_f32, strict=True) if t is not t_f32]
+        if narrow:
+            kernels.cast_copy_(*map(list, zip(*narrow, strict=True)))
     return wide
 
 
-def _step_and_unscale(
-    adam: Adam, noop_flag: Tensor, tensor_lists: TensorLists, step: Tensor, inv_scale: Tensor
-) -> None:
-    """Step by unscaled gradients, and write them back, unless the flag is set. A fifth list holds masters."""
-    done = _scalar("step", step, noop_flag) - 1
-    factor = _scalar("inv_scale", inv_scale, noop_flag)
-    skips = _is_set(noop_flag)
-    _step(adam, noop_flag, tensor_lists, done, has_masters=len(tensor_lists) == 5, inv_scale=factor, skips=skips)
-    grads = tensor_lists[0]
-    if grads:
-        factor = torch.where(skips, 1.0, factor)
-        if grads[0].dtype is torch.float64:
-            torch._foreach_mul_(list(grads), factor)
-        else:
-            kernels.scale_(grads, grads, factor)
+def _step_and_unscale(call: _Call, adam: Adam, lists: Sequence[TensorList], step: Tensor, inv_scale: Tensor) -> None:
+    """Step by unscaled gradients, and write them back, unless the flag is set."""
+    skips = call.is_set()
+    _step(call, adam, lists, step, inv_scale=inv_scale, skips=skips)
+    grads, factor = lists[0], torch.where(skips, 1.0, inv_scale)
+    if grads and grads[0].dtype is torch.float64:
+        torch._foreach_mul_(list(grads), factor)
+    elif grads:
+        kernels.scale_(grads, grads, factor)
 
 
-def _step_into_gradients(
-    lamb: Lamb,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
+def _lamb(
+    call: _Call,
     step: int | Tensor,
-    norm_over_max: Tensor,
+    global_grad_norm: Tensor,
+    max_grad_norm: float | Tensor,
     inv_scale: Tensor | None = None,
     skips: Tensor | None = None,
+    **given: Any,
 ) -> None:
     """Step by LAMB, and write the updates into the gradients, unless `skips`."""
-    grads, params = tensor_lists[:2]
+    grads, params = call.lists[:2]
     if not params:
         return
+    lamb: Lamb = _formula(Lamb, given, max_grad_norm=1.0)
+    max_norm = call.number(max_grad_norm)
+    norm = torch.where(max_norm > 0, global_grad_norm / max_norm, 0.0)
     decays = lamb.decoupled and lamb.weight_decay != 0
     before = [p.to(torch.float32, copy=True) for p in params] if decays else None
-    exp_avgs_f32, exp_avg_sqs_f32 = _step(
-        lamb, noop_flag, tensor_lists, step - 1, inv_scale=inv_scale, skips=skips, gradient_norm=norm_over_max
-    )
-    denominators = list(torch._foreach_sqrt(list(exp_avg_sqs_f32)))
-    updates = list(exp_avgs_f32)
+    exp_avgs, exp_avg_sqs = _step(call, lamb, call.lists, step, inv_scale=inv_scale, skips=skips, gradient_norm=norm)
+    updates, denominators = list(exp_avgs), list(torch._foreach_sqrt(list(exp_avg_sqs)))
     if lamb.bias_correction:
-        t = step.double() if isinstance(step, Tensor) else step
+        t = call.number(step).double()
         # Foreach would widen 0-d updates to a factor's float64.
-        inv_bias1, inv_root2 = (
-            x.float() if isinstance(x, Tensor) else x for x in (1 / (1 - lamb.beta1**t), (1 - lamb.beta2**t) ** -0.5)
-        )
-        torch._foreach_mul_(denominators, inv_root2)
-        updates = list(torch._foreach_mul(updates, inv_bias1))
+        updates = list(torch._foreach_mul(updates, (1 / (1 - lamb.beta1**t)).float()))
+        torch._foreach_mul_(denominators, (1 - lamb.beta2**t).rsqrt().float())
     torch._foreach_add_(denominators, lamb.eps)
     updates = list(torch._foreach_div(updates, denominators))
     if before is not None:
@@ -657,93 +577,3 @@ def _step_into_gradients(
     if skips is not None:
         updates = [torch.where(skips, g.float(), u) for g, u in zip(grads, updates, strict=True)]
     torch._foreach_copy_(list(grads), updates)
-
-
-def _check_lists(noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[str], optional: int) -> None:
-    """Refuse a wrong flag, a wrong number of lists, lists of unequal lengths or of mixed types."""
-    if noop_flag.numel() != 1 or noop_flag.dtype is not torch.int32:
-        raise _RefusedError(
-            f"noop_flag is a {dtype_name(noop_flag.dtype)} tensor of shape {list(noop_flag.shape)}, but must be one "
-            "int32.  Call torch.zeros(1, dtype=torch.int32, device=...)."
-        )
-    needed = len(names) - optional
-    if not needed <= len(tensor_lists) <= len(names):
-        last = f", and {' and '.join(names[needed:])} if wanted" if optional else ""
-        raise _RefusedError(
-            f"tensor_lists holds {len(tensor_lists)} lists, but takes {needed}: {', '.join(names[:needed])}{last}."
-        )
-    for i, tensors in enumerate(tensor_lists):
-        if len(tensors) != len(tensor_lists[0]):
-            raise _RefusedError(
-                f"tensor_lists[{i}] ({names[i]}) has {len(tensors)} entries, but tensor_lists[0] ({names[0]}) "
-                f"has {len(tensor_lists[0])}.  All lists of one call are of one length."
-            )
-        for j, tensor in enumerate(tensors):
-            if tensor.dtype != tensors[0].dtype:
-                raise _RefusedError(
-                    f"tensor_lists[{i}][{j}] ({names[i]}) is {dtype_name(tensor.dtype)}, but tensor_lists[{i}][0] is "
-                    f"{dtype_name(tensors[0].dtype)}.  One list holds one type; make a call for each."
-                )
-    if tensor_lists[0] and tensor_lists[0][0].device != noop_flag.device:
-        raise _RefusedError(
-            f"noop_flag is on {noop_flag.device}, but the tensors are on {tensor_lists[0][0].device}.  Make a "
-            "flag for each device."
-        )
-
-
-def _is_float64(lists: TensorLists, params: TensorList) -> bool:
-    """True for float64 parameters, which plain PyTorch steps, in any order in memory. Refuses lists that do not fit."""
-    if not params or params[0].dtype is not torch.float64:
-        return False
-    for i, tensors in enumerate(lists):
-        for j, tensor in enumerate(tensors):
-            if tensor.dtype not in (torch.float64, torch.float32):
-                raise _RefusedError(
-                    f"tensor_lists[{i}][{j}] is {dtype_name(tensor.dtype)}, but beside float64 parameters only float64 "
-                    "and float32 are allowed."
-                )
-            if tensor.shape != lists[0][j].shape or tensor.device != lists[0][j].device:
-                raise _RefusedError(
-                    f"tensor_lists[{i}][{j}] has shape {list(tensor.shape)} on {tensor.device}, but "
-                    f"tensor_lists[0][{j}] has {list(lists[0][j].shape)} on {lists[0][j].device}."
-                )
-    return True
-
-
-def _norms(noop_flag: Tensor, total: Tensor, each: Tensor, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
-    """Return two norms as float32, and set the flag if `total` is not finite."""
-    total = total.float().reshape(1).to(noop_flag.device)
-    _set_where(noop_flag, ~total.isfinite())
-    return total, each.float() if per_tensor else each.new_empty(0, dtype=torch.float32)
-
-
-def _norms_of_squares(
-    noop_flag: Tensor, sum_squares: Tensor, factor: Tensor, per_tensor: bool | None
-) -> tuple[Tensor, Tensor]:
-    """`_norms` of tensors whose sums of squares are known, times `factor`."""
-    sum_squares = sum_squares.to(noop_flag.device)
-    size = factor.double().abs()
-    return _norms(noop_flag, sum_squares.sum().sqrt() * size, sum_squares.sqrt() * size, per_tensor)
-
-
-def _is_set(noop_flag: Tensor) -> Tensor:
-    """The flag as bool, shape []."""
-    return noop_flag.view(()) != 0
-
-
-def _set_where(noop_flag: Tensor, bad: Tensor) -> None:
-    """Set the flag if one of `bad` (bool, any shape) is true. No host sync."""
-    if bad.numel():
-        noop_flag.masked_fill_(bad.any(), 1)
-
-
-def _constant(value: float, noop_flag: Tensor) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=noop_flag.device)
-
-
-def _scalar(name: str, value: float | Tensor, noop_flag: Tensor) -> Tensor:
-    """`value` as a float32 tensor of shape [] on the device of the call. No host sync."""
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.device != noop_flag.device:
-        found = f"shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
-        raise _RefusedError(f"{name} is {found}, but must be a tensor of one element on {noop_flag.device}.")
-    return value.detach().float().view(())

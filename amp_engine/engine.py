@@ -39,7 +39,7 @@ from amp_engine.saving.scaler_state import ScalerFormat
 from amp_engine.scaling import by_hand
 from amp_engine.scaling.by_hand import Gradients
 from amp_engine.scaling.losses import Scaling
-from amp_engine.scaling.scaler import LossScaler, check_bounds
+from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping import clipping
 from amp_engine.stepping.last_step import LastStep
 from amp_engine.stepping.reached import reached_by
@@ -116,12 +116,6 @@ class Engine:
     def scalers(self) -> list[LossScaler]:
         """The loss scalers, one for each loss_id; empty before `initialize` and after `close`."""
         return self._scaling.scalers
-
-    @scalers.setter
-    def scalers(self, value: Sequence[LossScaler]) -> None:
-        if not isinstance(value, (list, tuple)) or not all(isinstance(scaler, LossScaler) for scaler in value):
-            raise AmpTypeError("loss_scalers is a list of LossScaler.  Use for example [LossScaler('dynamic')].")
-        self._scaling.scalers = list(value)
 
     @property
     def overflows(self) -> OverflowWatch:
@@ -252,7 +246,7 @@ class Engine:
             casting.discard_interrupted()
             if not enabled:
                 self.reporter.verbosity = verbosity
-                self.policy, self.scalers = levels.DISABLED, []
+                self.policy, self._scaling.scalers = levels.DISABLED, []
                 self.function_casts.end_of(models, "enabled=False")
                 return models if optimizers is None else (models, optimizers)
 
@@ -756,37 +750,6 @@ class Engine:
         saved_objects.load_states(objects, saved, os.fspath(path))
         return {name: value for name, value in saved.items() if name not in objects}
 
-    def set_policy(self, policy: Policy) -> None:
-        """Replace the policy after `initialize`, in properties that `initialize` has not acted on.
-
-        `enabled` decides what `scale_loss` does from now on; `patch_torch_functions=False` removes the function casts.
-        Raises AmpStateError for changes of other properties, and after `close`.
-        """
-        if self.policy is None:
-            raise AmpStateError(
-                "opt_properties was written after amp.close().  Call model, optimizer = amp.initialize(model, "
-                "optimizer, opt_level=...) first."
-            )
-        before, after = self.policy.properties(), policy.properties()
-        can_change = {"enabled": bool(self.scalers), "patch_torch_functions": not policy.patch_torch_functions}
-        for name in after:
-            if after[name] != before[name] and not can_change.get(name, False):
-                hint = "_amp_state.loss_scalers[0]._loss_scale = 2.0**16, or " if name == "loss_scale" else ""
-                raise AmpStateError(
-                    f"{name} is {before[name]!r} since amp.initialize, which has acted on it.  Call {hint}amp.close() "
-                    f"and amp.initialize(..., {name}={after[name]!r})."
-                )
-        if before["patch_torch_functions"] and not policy.patch_torch_functions:
-            self.function_casts.remove()
-        self.policy = policy
-
-    def bound_scales(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
-        """Keep dynamic scales within these bounds from their next update on. Raises AmpValueError, as `initialize`."""
-        check_bounds(min_loss_scale, max_loss_scale)
-        self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
-        for scaler in self.scalers:
-            scaler.bound(min_loss_scale, max_loss_scale)
-
     def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Record:
         """Add an optimizer, until `close`, and leave its losses and scalers to the caller.
 
@@ -818,7 +781,7 @@ class Engine:
                 self._initialized.release()
             finally:
                 self.function_casts.discard_lists()
-                self.policy, self.scalers = None, []
+                self.policy, self._scaling.scalers = None, []
 
     def _initialized_policy(self, call: str) -> Policy:
         if self.policy is None:

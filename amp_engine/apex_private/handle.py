@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_engine.casting import FunctionCasts
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """The object of `_amp_state.handle` and of `amp.init()`: the function casts of the engine."""
+    """The object of `_amp_state.handle` and of `amp.init()`: the function casts of the engine, if there is one."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | None) -> None:
         self._engine = engine
 
     @property
     def _casts(self) -> FunctionCasts | None:
-        return self._engine.function_casts.casts
+        return None if self._engine is None else self._engine.function_casts.casts
 
     def is_active(self) -> bool:
         """True if functions are cast now."""
@@ -41,25 +41,6 @@ class Handle:
     def _is_active(self, value: bool) -> None:
         if self._casts is not None:
             self._casts.switch(bool(value))
-
-    @property
-    def has_cache(self) -> bool:
-        """True if casts of weights are kept within an iteration."""
-        return self._casts is not None and self._casts.enable_caching
-
-    @property
-    def cache(self) -> Any:
-        """The cache of cast weights."""
-        return None if self._casts is None else self._casts.cache
-
-    @property
-    def verbose(self) -> bool:
-        """True if each cast is printed."""
-        return self._casts is not None and self._casts.verbose
-
-    def remove_cache(self, param: nn.Parameter) -> None:
-        """Discard the cached casts of all weights; writes to a weight are noticed without this call."""
-        self._engine.function_casts.after_backward()
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Wrap `optimizer`, to give it `scale_loss` and a dynamic scaler for each of `num_loss` losses.
@@ -81,39 +62,22 @@ class Handle:
             self._casts.cache.clear()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        return self._engine.disable_casts()
+        return nullcontext() if self._engine is None else self._engine.disable_casts()
 
     def _deactivate(self) -> None:
         if self._casts is not None:
             self._casts.remove()
 
 
-class NoOpHandle:
+class NoOpHandle(Handle):
     """The handle of `amp.init(enabled=False)`, which does nothing."""
 
-    has_cache = False
-    verbose = False
-
-    def is_active(self) -> bool:
-        """Return False."""
-        return False
-
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Wrap `optimizer`, to give it a `scale_loss` that scales nothing."""
-        return OptimWrapper(optimizer, None, num_loss)
+    def __init__(self) -> None:
+        super().__init__(None)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """A context that yields `loss` itself."""
         return nullcontext(loss)
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def _clear_cache(self) -> None:
-        pass
-
-    def _deactivate(self) -> None:
-        pass
 
 
 class OptimWrapper:

@@ -14,7 +14,8 @@ class AmpState:
     """An engine, under the names of apex's state object.
 
     `opt_properties`, `loss_scalers`, `min_loss_scale` and `max_loss_scale` exist once `initialize` was called,
-    `handle` while functions are cast. All belong to the engine, so a write applies from then on.
+    `handle` while functions are cast. All belong to the engine: a write to an attribute of a scaler applies from then
+    on.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class AmpState:
         engine: Engine | None = self.__dict__.get("engine")
         if engine is not None and engine.policy is not None:
             if name == "opt_properties":
-                return Properties(engine)
+                return Properties(engine.policy)
             if engine.policy.enabled and name in ("min_loss_scale", "max_loss_scale"):
                 return getattr(engine, name)
             if engine.policy.enabled and name == "loss_scalers":
@@ -61,15 +62,10 @@ class AmpState:
         raise AttributeError(f"'AmpState' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("opt_properties", "handle"):
+        if name in ("opt_properties", "handle", "loss_scalers", "min_loss_scale", "max_loss_scale"):
             raise AmpStateError(
-                f"_amp_state.{name} shows what amp.initialize decided.  Write to its attributes instead."
+                f"_amp_state.{name} shows what amp.initialize decided, and cannot be replaced.  Call amp.close() and "
+                "amp.initialize() with other arguments, or write to attributes, such as "
+                "_amp_state.loss_scalers[0]._loss_scale = 2.0**16."
             )
-        if name == "loss_scalers":
-            self.engine.scalers = value
-        elif name == "min_loss_scale":
-            self.engine.bound_scales(value, self.engine.max_loss_scale)
-        elif name == "max_loss_scale":
-            self.engine.bound_scales(self.engine.min_loss_scale, value)
-        else:
-            super().__setattr__(name, value)
+        super().__setattr__(name, value)

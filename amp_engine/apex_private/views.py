@@ -1,78 +1,38 @@
-"""apex's `_amp_state.opt_properties`, as scripts read and write it: views of the engine's policy."""
+"""apex's `_amp_state.opt_properties`, as scripts read it, and the `Properties()` that they set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from amp_engine.errors import AmpStateError
 from amp_engine.levels.policy import Policy
 
-if TYPE_CHECKING:
-    from amp_engine.engine import Engine
-
-
-class Draft:
-    """The policy of a `Properties()` without an engine, as in apex before `initialize`."""
-
-    def __init__(self) -> None:
-        self.policy: Policy | None = Policy()
-
-    def set_policy(self, policy: Policy) -> None:
-        """Replace the policy."""
-        self.policy = policy
-
-
-class Options(MutableMapping[str, Any]):
-    """`opt_properties.options`: apex's seven properties in print order, to read and to write."""
-
-    def __init__(self, holder: Engine | Draft) -> None:
-        self._holder = holder
-
-    def __getitem__(self, name: str) -> Any:
-        return self._policy.properties()[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Raises AmpStateError, AmpTypeError or AmpValueError for a value that does not fit, or is set too late."""
-        self._holder.set_policy(self._policy.with_property(name, value))
-
-    def __delitem__(self, name: str) -> None:
-        raise AmpStateError(f"opt_properties.options[{name!r}] cannot be deleted.  Assign a value to it instead.")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._policy.properties())
-
-    def __len__(self) -> int:
-        return len(self._policy.properties())
-
-    def __repr__(self) -> str:
-        return repr(self._policy.properties())
-
-    @property
-    def _policy(self) -> Policy:
-        return self._holder.policy or Policy()
-
 
 class Properties:
-    """`_amp_state.opt_properties`: a policy as attributes, and as the mapping `options`.
+    """A policy as attributes, and as the mapping `options`.
 
     Args:
-        holder: an Engine, whose policy it shows; without one it has a policy of its own, as before `initialize`.
+        decided: the policy of an engine, which stays as it is; None: the properties before `initialize`, to be set.
     """
 
-    _holder: Engine | Draft
+    _policy: Policy
+    _is_decided: bool
 
-    def __init__(self, holder: Engine | None = None) -> None:
-        self.__dict__["_holder"] = Draft() if holder is None else holder
+    def __init__(self, decided: Policy | None = None) -> None:
+        vars(self).update(_policy=decided or Policy(), _is_decided=decided is not None)
 
     @property
-    def options(self) -> Options:
-        """The properties as a mapping."""
-        return Options(self._holder)
+    def options(self) -> Mapping[str, Any]:
+        """apex's seven properties in print order, to read."""
+        return MappingProxyType(self._policy.properties())
 
     def become(self, policy: Policy) -> None:
         """Set every property."""
-        self._holder.set_policy(policy)
+        for name, value in policy.properties().items():
+            self._check(name, value)
+        vars(self)["_policy"] = policy
 
     def __getattr__(self, name: str) -> Any:
         if name in Policy().properties():
@@ -80,4 +40,15 @@ class Properties:
         raise AttributeError(f"'Properties' object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.options[name] = value
+        """Raises AmpStateError, AmpTypeError or AmpValueError for a value that does not fit, or is set too late."""
+        changed = self._policy.with_property(name, value)
+        self._check(name, value)
+        vars(self)["_policy"] = changed
+
+    def _check(self, name: str, value: Any) -> None:
+        if self._is_decided and value != self.options[name]:
+            hint = "_amp_state.loss_scalers[0]._loss_scale = 2.0**16, or " if name == "loss_scale" else ""
+            raise AmpStateError(
+                f"{name} is {self.options[name]!r} since amp.initialize, which has acted on it.  Call {hint}"
+                f"amp.close() and amp.initialize(..., {name}={value!r})."
+            )

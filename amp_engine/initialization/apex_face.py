@@ -20,7 +20,6 @@ STASH = "_amp_stash"
 METHODS = (
     "_amp_lazy_init",
     "_lazy_init_maybe_master_weights",
-    "_master_params_to_model_params",
     "_post_amp_backward",
     "_prepare_amp_backward",
 )
@@ -113,15 +112,6 @@ class Stash(ByGroup):
         """
         self._owner.post(self._record, scaler)
 
-    def _master_params_to_model_params(self) -> None:
-        """Round the masters into the model's parameters, as every step does."""
-        self._record.rows.write_back()
-
-    @property
-    def already_patched(self) -> bool:
-        """True if the next step will be skipped. Waits for the device if that decided."""
-        return self._record.pending.overflowed()
-
     @property
     def params_have_scaled_gradients(self) -> bool:
         """True if gradients were left scaled, as by `delay_unscale`, so that the next backward adds to them."""
@@ -136,8 +126,3 @@ class Stash(ByGroup):
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
         """`fp32_from_fp16_groups` in one list."""
         return list(chain.from_iterable(self.fp32_from_fp16_groups))
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
-        """`fp32_from_fp32_groups` in one list."""
-        return list(chain.from_iterable(self.fp32_from_fp32_groups))

@@ -78,7 +78,7 @@ class LossScaler:
             self._hysteresis = rule.hysteresis
             min_loss_scale = min_loss_scale if rule.min_loss_scale is None else rule.min_loss_scale
             max_loss_scale = max_loss_scale if rule.max_loss_scale is None else rule.max_loss_scale
-        self.bound(min_loss_scale, max_loss_scale)
+        self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
         # Exact; a float32 device scalar would round 0.1.
         self._static_scale = None if isinstance(loss_scale, str) else loss_scale
         self.dynamic = self._static_scale is None
@@ -120,10 +120,6 @@ class LossScaler:
             self._min_loss_scale,
             self._max_loss_scale,
         )
-
-    def bound(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
-        """Keep a dynamic scale within these bounds from its next update on. Raises AmpValueError for wrong bounds."""
-        self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
 
     def owe(self, update: Callable[[], None]) -> None:
         """Call `update`, which waits for other ranks, before the scaler's state is next read or written."""

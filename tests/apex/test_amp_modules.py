@@ -158,11 +158,11 @@ def test_a_level_called_on_properties_sets_them_all_and_returns_them(level: str)
     assert frontend.opt_levels[level].brief.startswith(f"{level}:  ")
 
 
-def test_properties_are_set_by_attribute_and_by_option_and_are_judged_as_overrides_are() -> None:
+def test_properties_are_set_by_attribute_and_are_judged_as_overrides_are() -> None:
     frontend = module(".frontend")
     properties = frontend.opt_levels["O2"](frontend.Properties())
     properties.loss_scale = "128.0"
-    properties.options["keep_batchnorm_fp32"] = "False"
+    properties.keep_batchnorm_fp32 = "False"
     properties.cast_model_type = None
     assert (properties.loss_scale, properties.keep_batchnorm_fp32, properties.cast_model_type) == (128.0, False, None)
     with pytest.raises(RuntimeError, match="should only be set by selecting opt_level='O1'"):

@@ -283,7 +283,7 @@ def test_the_same_objects_come_back_alone_and_in_lists() -> None:
     assert amp.initialize([model, second], listed, verbosity=0)[1] is listed
     assert listed[0] is one
     backward(MLP.loss(model, MLP.batch(0)) + MLP.loss(second, MLP.batch(0)), listed)
-    assert one._amp_stash.all_fp32_from_fp32_params == list(model.parameters())  # type: ignore[attr-defined]
+    assert one._amp_stash.fp32_from_fp32_groups == [list(model.parameters())]  # type: ignore[attr-defined]
     one._lazy_init_maybe_master_weights()  # type: ignore[attr-defined]
     amp.close()
     assert not hasattr(one, "_amp_stash")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_engine import amp
-from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.errors import AmpStateError
 from amp_engine.optimizers import LARC
 from amp_engine.scaling.scaler import LossScaler
 from tests import support
@@ -35,7 +35,6 @@ METHODS = (
     "_amp_lazy_init",
     "_prepare_amp_backward",
     "_post_amp_backward",
-    "_master_params_to_model_params",
 )
 
 
@@ -185,56 +184,12 @@ def test_unscale_with_stashed_adds_what_was_there_and_checks_only_what_is_new() 
     assert one._has_overflow is True
 
 
-def test_the_scalers_can_be_replaced() -> None:
-    model, optimizer = started("O2")
-    amp._amp_state.loss_scalers = [LossScaler(8.0), LossScaler(16.0)]
-    with amp.scale_loss(torch.ones(()), optimizer, loss_id=1) as scaled_loss:
-        assert float(scaled_loss) == 16.0
-    with pytest.raises(AmpTypeError, match="loss_scalers is a list of LossScaler"):
-        amp._amp_state.loss_scalers = [8.0]
-    assert len(amp._amp_state.loss_scalers) == 2
-
-
-def test_written_bounds_hold_from_the_next_update_on() -> None:
-    model, optimizer = started("O2")
-    amp._amp_state.min_loss_scale = 2.0**15
-    train(NORMED_MLP, model, optimizer, "ooo")
-    assert scaler().loss_scale() == amp._amp_state.min_loss_scale == 2.0**15
-    amp._amp_state.max_loss_scale = 2.0**15
-    scaler()._unskipped = 1999
-    train(NORMED_MLP, model, optimizer, "c")
-    assert scaler().loss_scale() == 2.0**15
-    with pytest.raises(AmpValueError, match=r"min_loss_scale=-1\.0"):
-        amp._amp_state.min_loss_scale = -1.0
-    assert amp._amp_state.min_loss_scale == 2.0**15
-
-
 # --- opt_properties --------------------------------------------------------------------------------
-
-
-def test_enabled_can_be_switched_off_and_on() -> None:
-    model, optimizer = started("O2")
-    loss = torch.ones(())
-    amp._amp_state.opt_properties.enabled = False
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss is loss
-    amp._amp_state.opt_properties.options["enabled"] = True
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert float(scaled_loss) == 2.0**16
-
-
-def test_function_casts_can_be_taken_away() -> None:
-    started("O1")
-    assert F.softmax(torch.ones(2).half(), -1).dtype == torch.float32
-    amp._amp_state.opt_properties.patch_torch_functions = False
-    assert F.softmax(torch.ones(2).half(), -1).dtype == torch.float16
-    assert amp._amp_state.opt_properties.options["patch_torch_functions"] is False
-    assert not hasattr(amp._amp_state, "handle")
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cast_model_type", torch.float32), ("keep_batchnorm_fp32", False), ("opt_level", "O0"), ("loss_scale", 8.0)],
+    [("enabled", False), ("keep_batchnorm_fp32", False), ("master_weights", False), ("loss_scale", 8.0)],
 )
 def test_a_property_that_initialize_has_acted_on_stays_and_says_what_to_type(name: str, value: Any) -> None:
     started("O2")
@@ -245,14 +200,8 @@ def test_a_property_that_initialize_has_acted_on_stays_and_says_what_to_type(nam
     assert dict(amp._amp_state.opt_properties.options) == before
 
 
-def test_enabled_cannot_be_switched_on_where_nothing_was_initialized() -> None:
-    amp.initialize(MLP.model(), enabled=False)
-    with pytest.raises(AmpStateError, match="enabled is False since amp.initialize"):
-        amp._amp_state.opt_properties.enabled = True
-
-
-@pytest.mark.parametrize("name", ["opt_properties", "handle"])
-def test_a_view_is_not_replaced(name: str) -> None:
+@pytest.mark.parametrize("name", ["opt_properties", "handle", "loss_scalers", "min_loss_scale", "max_loss_scale"])
+def test_what_initialize_decided_is_not_replaced(name: str) -> None:
     started("O1")
     with pytest.raises(AmpStateError, match=rf"_amp_state\.{name} shows what amp\.initialize decided"):
         setattr(amp._amp_state, name, None)
@@ -293,10 +242,10 @@ def test_deactivate_gives_torch_its_functions_back_and_the_run_goes_on() -> None
 def test_clear_cache_forgets_casts_of_weights() -> None:
     model, _ = started("O1")
     model(NORMED_MLP.batch()[0])
-    handle = amp._amp_state.handle
-    assert (handle.has_cache, len(handle.cache) > 0) == (True, True)
-    handle._clear_cache()
-    assert len(handle.cache) == 0
+    cache = amp._amp_state.engine.function_casts.casts.cache
+    assert len(cache) > 0
+    amp._amp_state.handle._clear_cache()
+    assert len(cache) == 0
 
 
 # --- attributes of the optimizer -------------------------------------------------------------------
@@ -347,17 +296,6 @@ def test_a_copy_of_the_optimizer_is_a_plain_one(level: str, duplicate: Any) -> N
     twin.step()
     assert_bitwise(dict(model.named_parameters()), before)
     train(NORMED_MLP, model, optimizer, "c")
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_master_params_to_model_params_rounds_the_masters_into_the_model(level: str) -> None:
-    model, optimizer = started(level)
-    with torch.no_grad():
-        for param in amp.master_params(optimizer):
-            param.fill_(0.1)
-    optimizer._master_params_to_model_params()
-    for param in model.parameters():
-        assert_bitwise(param.detach(), torch.full_like(param, 0.1))
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)

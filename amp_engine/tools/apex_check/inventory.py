@@ -65,15 +65,14 @@ SERVED: dict[str, str] = {
         _max_loss_scale update_scale clear_overflow_state unscale unscale_with_stashed
     """,
     "apex.amp._amp_state.handle": """
-        is_active _is_active has_cache cache remove_cache verbose _disable_casts _clear_cache _deactivate wrap_optimizer
+        is_active _is_active _disable_casts _clear_cache _deactivate wrap_optimizer
     """,
     "optimizer": """
         _lazy_init_maybe_master_weights _amp_lazy_init _prepare_amp_backward _post_amp_backward
-        _master_params_to_model_params
     """,
     "optimizer._amp_stash": """
-        lazy_init_called already_patched params_have_scaled_gradients fp16_groups fp32_from_fp16_groups
-        fp32_from_fp32_groups all_fp16_params all_fp32_from_fp16_params all_fp32_from_fp32_params
+        lazy_init_called params_have_scaled_gradients fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups
+        all_fp16_params all_fp32_from_fp16_params
     """,
     "apex.fp16_utils": """
         BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads master_params_to_model_params

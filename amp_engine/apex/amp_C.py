@@ -435,15 +435,15 @@ def update_scale_hysteresis(
         `current_scale`. No host sync.
     """
     kernels.update_scale_(
-        current_scale.view(()),
-        growth_tracker.view(()),
-        found_inf.view(()),
+        current_scale,
+        growth_tracker,
+        found_inf,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         min_scale=LOWEST_SCALE,
         max_scale=float("inf"),
-        hysteresis_tracker=hysteresis_tracker.view(()),
+        hysteresis_tracker=hysteresis_tracker,
         hysteresis=hysteresis,
     )
     return current_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
@@ -36,6 +36,7 @@ from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import (
     inner_of,
     inner_optimizers,
+    only_hands_on,
     parameters_elsewhere,
     shares_groups,
     takes_hooks,
@@ -155,16 +156,20 @@ def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
     return found
 
 
-def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, gives_float32: bool) -> None:
+def check_models(
+    models: Sequence[nn.Module], policy: Policy, changed: Sequence[nn.Parameter], is_scaled: bool, gives_float32: bool
+) -> None:
     """Raise AmpStateError for a model that cannot be cast as `policy` says.
 
     Args:
+        changed: the parameters whose type the cast changes.
         is_scaled: True if each rank with shards would decide on overflows by itself.
         gives_float32: True if outputs of models that are cast become FP32.
     """
+    ids = set(map(id, changed))
     for model in models:
-        casts_before_wrapping = isinstance(model, DistributedDataParallel) and policy.cast_model_type in LOW_PRECISION
-        if casts_before_wrapping or isinstance(model, nn.DataParallel):
+        is_ddp = isinstance(model, DistributedDataParallel)
+        if isinstance(model, nn.DataParallel) or (is_ddp and any(id(p) in ids for p in model.parameters())):
             wrapper = type(model).__name__
             raise AmpStateError(
                 f"Incoming model is an instance of {type(model)}. Parallel wrappers should only be applied to the "
@@ -297,7 +302,7 @@ def check_optimizers(
 
 
 def check_narrow(
-    optimizers: Sequence[Optimizer], wrappers: Iterable[Any], policy: Policy, moments: torch.dtype
+    optimizers: Sequence[Optimizer], wrappers: Mapping[Any, Optimizer], policy: Policy, moments: torch.dtype
 ) -> None:
     """Raise AmpStateError or AmpValueError if the kernels cannot step with split masters or narrow moments."""
     if moments not in (torch.float32, torch.bfloat16):
@@ -327,13 +332,13 @@ def check_narrow(
                 f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
                 "fully_shard divides masters and moments among ranks."
             )
-    for wrapper in wrappers if policy.master_weights else ():
-        refuse_around_masters(wrapper)
+    for wrapper, inner in wrappers.items() if policy.master_weights else ():
+        refuse_around_masters(wrapper, inner)
 
 
-def refuse_around_masters(wrapper: Any) -> None:
+def refuse_around_masters(wrapper: Any, inner: Optimizer) -> None:
     """Raise AmpStateError for a wrapper that reads and writes the weights in the groups, which are half parameters."""
-    if not isinstance(wrapper, LARC):
+    if not isinstance(wrapper, LARC) and not only_hands_on(wrapper, inner):
         raise AmpStateError(
             f"A {type(wrapper).__name__} is around an optimizer with FP32 masters, which lie beside the groups: it "
             "would go on from half parameters.  Choose opt_level='O4' (or 'O1'), where the parameters are FP32, or do "
@@ -370,7 +375,7 @@ def check_wrappers(optimizers: Sequence[Any]) -> None:
                 f"LARC goes by the norm of each parameter, of which a rank has a shard.  Pass the "
                 f"{type(inner).__name__} inside of it."
             )
-        if inner is wrapper or isinstance(wrapper, LARC):
+        if inner is wrapper or isinstance(wrapper, LARC) or only_hands_on(wrapper, inner):
             continue
         place = parameters_elsewhere(wrapper, inner)
         if place is not None:

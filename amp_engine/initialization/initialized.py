@@ -248,11 +248,12 @@ class Initialized:
             self._wrappers[wrapper] = wrapper.register_context(lambda: self.on_masters(record))
         else:
             if record.rows.kind is not None:
-                refuse_around_masters(wrapper)
+                refuse_around_masters(wrapper, inner)
             self._wrappers[wrapper] = None
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                 # After torch's zero_grad() the class's step reads these, and not every class has them. They stay.
-                vars(wrapper).setdefault(hooks, OrderedDict())
+                if not hasattr(wrapper, hooks):
+                    vars(wrapper)[hooks] = OrderedDict()
         apex_face.put_on(wrapper, record, self.records)
 
     @contextmanager

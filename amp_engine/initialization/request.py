@@ -100,9 +100,10 @@ def checked(
     arguments.check_process_group(process_group)
     agree = process_group is not None
     gives_float32 = output_dtype in (None, torch.float32)
-    arguments.check_models(model_list, policy, is_scaled and not agree, gives_float32)
-    model_list = [without_wrapper(model) for model in model_list]
-    changed = _changed_by_a_cast(model_list, policy)
+    unwrapped = [without_wrapper(model) for model in model_list]
+    changed = _changed_by_a_cast(unwrapped, policy)
+    arguments.check_models(model_list, policy, changed, is_scaled and not agree, gives_float32)
+    model_list = unwrapped
     arguments.check_unwrapped(changed, policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
     arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights), agree)

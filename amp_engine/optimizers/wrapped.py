@@ -63,6 +63,12 @@ def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
     return [id(group["params"]) for group in groups] == [id(group["params"]) for group in inner.param_groups]
 
 
+def only_hands_on(wrapper: Any, inner: Optimizer) -> bool:
+    """True if `wrapper` has no groups and no state but those of `inner`, as Accelerate's and Lightning's."""
+    own = getattr(wrapper, "param_groups", None), getattr(wrapper, "state", None)
+    return own[0] is inner.param_groups and own[1] is inner.state
+
+
 def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:
     """Return an attribute in which `wrapper` keeps parameters of `inner` that no master replaces; None if none.
 

@@ -9,10 +9,13 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from apex import amp
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 STEPS = 32
+LONG = 64  # steps of one_line_*.py
 SAVED_AT = 16
 CHARACTERS = 128
 EPS = 1e-4  # of AdamW: the default, 1e-8, is 0 in float16, and O3 divides by it
@@ -53,6 +56,44 @@ def digit_classifier() -> nn.Module:
         nn.Flatten(),
         nn.Linear(16 * 4 * 4, 10),
     )
+
+
+class NextCharacter(nn.Module):
+    """A character model that came in bfloat16; at O0 the same weights in FP32. [n, CONTEXT] to logits.
+
+    Beside its weights, steps of RATE are too small for bfloat16.
+    """
+
+    CONTEXT = 8
+    RATE = 3e-4
+
+    def __init__(self, level: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(CHARACTERS, 128)
+        self.norm = nn.LayerNorm(128 * self.CONTEXT)
+        self.head = nn.Linear(128 * self.CONTEXT, CHARACTERS)
+        nn.init.normal_(self.head.weight, std=0.12)
+        self.to(torch.bfloat16)
+        if level == "O0":
+            self.float()
+
+    def forward(self, context: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(context).flatten(1)))
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.RATE)
+
+
+def next_characters(batches: int, size: int = 32) -> TensorDataset:
+    """Contexts and the characters behind them."""
+    windows = text_windows(batches * size, NextCharacter.CONTEXT + 1)
+    return TensorDataset(windows[:, :-1], windows[:, -1])
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """In FP32, also of logits in bfloat16."""
+    return F.cross_entropy(logits.float(), targets)
 
 
 def lower_scale() -> None:

@@ -1,6 +1,7 @@
 """Train through third-party programs: `make clients`, `make clients ARGS="timm lightning"`, or `ARGS="--turn 7"`.
 
-Some know apex, and are unmodified; the others train through `amp_engine.integrations`.
+Some know apex, and are unmodified; others train through `amp_engine.integrations`; those of one_line_*.py have one line
+more, `model, optimizer = amp.initialize(model, optimizer, opt_level="O5")`, and a model that came in bfloat16.
 
 Each has an environment of its own in build/clients with pinned packages and the amp_engine of this tree, and trains a
 small model on the CPU at every level that it supports, by `python -m amp_engine.apex program.py`; the variant `ranks`
@@ -8,6 +9,7 @@ on two ranks, by torchrun. A row is one such run:
 
 * O0 has to learn;
 * O1 and O2 have to follow its losses within 0.01, O4 and O5, in bfloat16, within 0.05; O3 has to stay finite;
+* plain bfloat16, in one_line_*.py, has not to follow them: its updates are too small;
 * training resumed from the client's own checkpoint has to repeat the losses of the run that was not, bit for bit, and
   to find the loss scale and the count of clean steps where the client saves them.
 
@@ -40,6 +42,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LIMITS = {"O1": 0.01, "O2": 0.01, "O4": 0.05, "O5": 0.05}  # of the difference to O0, at every step
 DYNAMIC_LEVELS = ("O1", "O2")  # whose loss scale depends on the count of clean steps
 INTEGRATED_LEVELS = ("O1", "O2", "O4", "O5")
+PLAIN = "bfloat16"  # without amp_engine, where updates are lost
 LEARNT = 0.9  # the mean of the last LAST losses is below this times the mean of the first
 LAST = 8
 TIMEOUT = 600  # seconds
@@ -69,6 +72,7 @@ class Client:
         levels: at which it is resumed and, with O0, at which the variants train.
         drawn: variants whose losses depend on tokens that the model draws: at each level they have to learn.
         trained: the levels at which it trains without a variant.
+        environment: of its requirements, if they are not of its own name.
     """
 
     name: str
@@ -78,14 +82,26 @@ class Client:
     levels: tuple[str, ...] = ("O1", "O2")
     drawn: tuple[str, ...] = ()
     trained: tuple[str, ...] = LEVELS
+    environment: str = ""
 
     @property
     def folder(self) -> Path:
         return BUILD / self.name
 
     @property
+    def requirements(self) -> str:
+        return self.environment or self.name
+
+    @property
     def python(self) -> Path:
-        return self.folder / ".venv" / "bin" / "python"
+        return BUILD / self.requirements / ".venv" / "bin" / "python"
+
+
+def one_line(name: str, *variants: str) -> Client:
+    """A client of one_line_*.py; those with variants are resumed."""
+    program = f"one_line_{name}"
+    levels = ("O5",) if variants else ()
+    return Client(program, f"{program}.py", False, variants, levels, (), ("O0", "O5", PLAIN), "one_line")
 
 
 CLIENTS = (
@@ -104,6 +120,14 @@ CLIENTS = (
     Client("lightning2", "lightning_precision.py", True, ("manual", "fabric", "ranks"), INTEGRATED_LEVELS),
     Client("trainer", "amp_trainer.py", True, ("seq2seq", "ranks", "compile", "checkpointing"), INTEGRATED_LEVELS),
     Client("trl", "trl_trainers.py", True, ("dpo", "grpo"), INTEGRATED_LEVELS, drawn=("grpo",)),
+    one_line("accelerate", "prepared", "ranks", "ranks_prepared"),
+    one_line("trainer", "create_optimizer", "callback"),
+    one_line("lightning", "configure_optimizers", "manual", "fabric", "fabric_prepared"),
+    one_line("ignite"),
+    one_line("monai"),
+    one_line("skorch"),
+    one_line("fastai"),
+    one_line("sentence"),
 )
 
 
@@ -167,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
         wheel = build_wheel()
-        installs = {client.name: pool.submit(install, client, wheel, options.torch) for client in clients}
-        runs = {run: pool.submit(train, run, installs[run.client.name]) for run in wanted}
+        needed = dict.fromkeys(client.requirements for client in clients)
+        installs = {name: pool.submit(install, name, wheel, options.torch) for name in needed}
+        runs = {run: pool.submit(train, run, installs[run.client.requirements]) for run in wanted}
         print(HEADER, flush=True)
         for run in runs:
             rows.append(judge(run, runs))
@@ -210,23 +235,23 @@ def build_wheel() -> Path:
     return next(source.glob("*.whl"))
 
 
-def install(client: Client, wheel: Path, torch: str) -> None:
-    """The client's environment, made once for its requirements; amp_engine in it, each time anew."""
-    requirements = HERE / f"requirements-{client.name}.txt"
+def install(name: str, wheel: Path, torch: str) -> None:
+    """The environment of these requirements, made once; amp_engine in it, each time anew."""
+    requirements = HERE / f"requirements-{name}.txt"
     wanted = f"{sys.version}\n{PIP}\n{torch}\n{requirements.read_text()}"
-    stamp = client.folder / ".venv" / ".installed"
-    log = client.folder / "install.log"
-    pip = [str(client.python), "-m", "pip", "install", "--quiet"]
-    client.folder.mkdir(exist_ok=True)
-    if not stamp.exists() or stamp.read_text() != wanted or not client.python.exists():
-        call([sys.executable, "-m", "venv", "--clear", str(client.folder / ".venv")], log)
+    folder = BUILD / name
+    stamp, python, log = folder / ".venv" / ".installed", folder / ".venv" / "bin" / "python", folder / "install.log"
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    folder.mkdir(exist_ok=True)
+    if not stamp.exists() or stamp.read_text() != wanted or not python.exists():
+        call([sys.executable, "-m", "venv", "--clear", str(folder / ".venv")], log)
         call([*pip, PIP], log)
         call([*pip, *shlex.split(torch)], log)
         call([*pip, "--requirement", str(requirements)], log)
         stamp.write_text(wanted)
     call([*pip, "--no-deps", "--force-reinstall", str(wheel)], log)
     # The kernels that are compiled for the tree: a minute for each environment, saved.
-    package = next(client.folder.glob(".venv/lib/python*/site-packages/amp_engine"))
+    package = next(folder.glob(".venv/lib/python*/site-packages/amp_engine"))
     for file in (ROOT / "amp_engine").glob("_C.*"):
         shutil.copy(file, package)
 
@@ -237,7 +262,7 @@ def train(run: Run, installed: Future[None]) -> dict[str, Any]:
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     command = [str(run.client.python), "-m"]
-    if run.variant == "ranks":
+    if run.variant.startswith("ranks"):
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["amp_engine.apex", str(HERE / run.client.program), "--level", run.level, "--out", str(run.folder)]
     if run.variant:
@@ -304,6 +329,8 @@ def judge_losses(level: str, losses: Sequence[float], difference: float) -> str:
         return f"it does not learn: the loss goes from {first:.4f} to {last:.4f}"
     if level != "O0" and difference == 0:
         return "the losses are those of O0 to the last bit: nothing ran in low precision"
+    if level == PLAIN and difference <= LIMITS["O5"]:
+        return f"the losses are within {LIMITS['O5']} of O0 without masters: the updates are not small"
     if difference > LIMITS.get(level, math.inf):
         return f"the losses are up to {difference:.4f} away from O0, allowed are {LIMITS[level]}"
     return ""

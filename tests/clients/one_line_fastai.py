@@ -1,0 +1,53 @@
+"""A model in bfloat16 through fastai's Learner, with an optimizer of torch."""
+
+from functools import partial
+
+import torch
+import torchvision_operators  # noqa: F401  (before fastai, which imports torchvision)
+from common import LONG, NextCharacter, arguments, cross_entropy, next_characters, report
+from fastai import __version__
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import OptimWrapper
+
+from amp_engine import amp
+
+
+class Records(Callback):
+    """Initializes, and lists the losses."""
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+        self.losses: list[float] = []
+
+    def before_fit(self):
+        if self.level == "O5":
+            self.learn.model, self.learn.opt.opt = amp.initialize(self.model, self.opt.opt, opt_level="O5")
+
+    def after_batch(self):
+        if self.training:
+            self.losses.append(self.loss.item())
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    records = Records(options.level)
+    data = DataLoaders(DataLoader(next_characters(LONG), bs=32), DataLoader(next_characters(1), bs=32))
+    learner = Learner(
+        data,
+        NextCharacter(options.level),
+        loss_func=cross_entropy,
+        opt_func=partial(OptimWrapper, opt=torch.optim.AdamW),
+        lr=NextCharacter.RATE,
+        wd=0.01,
+        cbs=[records],
+        default_cbs=True,
+    )
+    learner.fit(1)
+    report(version=__version__, losses=records.losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""A model in bfloat16 through ignite's supervised trainer."""
+
+import ignite
+from common import LONG, NextCharacter, arguments, cross_entropy, next_characters, report
+from ignite.engine import Events, create_supervised_trainer
+from torch.utils.data import DataLoader
+
+from amp_engine import amp
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    model = NextCharacter(options.level)
+    optimizer = model.optimizer()
+    if options.level == "O5":
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
+    trainer = create_supervised_trainer(model, optimizer, cross_entropy)
+    losses: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+    trainer.run(DataLoader(next_characters(LONG), 32))
+    report(version=ignite.__version__, losses=losses)
+
+
+if __name__ == "__main__":
+    main()

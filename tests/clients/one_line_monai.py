@@ -1,0 +1,37 @@
+"""A model in bfloat16 through MONAI's SupervisedTrainer, with accumulation."""
+
+import monai
+from common import LONG, NextCharacter, arguments, cross_entropy, next_characters, report
+from ignite.engine import Events
+from monai.engines import SupervisedTrainer
+from torch.utils.data import DataLoader
+
+from amp_engine import amp
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    model = NextCharacter(options.level)
+    optimizer = model.optimizer()
+    if options.level == "O5":
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
+    trainer = SupervisedTrainer(
+        device="cpu",
+        max_epochs=1,
+        train_data_loader=DataLoader(next_characters(2 * LONG), 32),
+        network=model,
+        optimizer=optimizer,
+        loss_function=cross_entropy,
+        accumulation_steps=2,
+        decollate=False,
+    )
+    losses: list[float] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda engine: losses.append(float(engine.state.output["loss"]))
+    )
+    trainer.run()
+    report(version=monai.__version__, losses=losses)
+
+
+if __name__ == "__main__":
+    main()

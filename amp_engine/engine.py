@@ -291,8 +291,7 @@ class Engine:
             emulated = arguments.emulated_on_cpu(request.models, decided)
             self._initialized.add(request)
             if self.policy is None:
-                self.tools.clear()
-                self.records.evidence.begin()
+                self._initialized.begin()
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
             self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, request.skips)
@@ -653,7 +652,7 @@ class Engine:
         if self._is_disabled:
             scheduler.step()
             return 1
-        if self.records.evidence.is_rehearsal:
+        if self.records.is_rehearsal:
             return 0
         pending = self._initialized.record_of(found).pending
         pending.hear(wait=False)

@@ -52,7 +52,7 @@ def test_a_step_without_diagnosis_trains_the_same_and_keeps_nothing(level, monke
     engines, create = [], diagnosis.Engine
     monkeypatch.setattr(diagnosis, "Engine", lambda: engines.append(create()) or engines[-1])
     weights, kept = [], []
-    enter = diagnosis.Evidence.enter
+    number = diagnosis.Records.number
     for around in (diagnosis.undiagnosed, nullcontext):
         with around(), diagnosis.clean_step(level) as step:
             step()
@@ -61,7 +61,7 @@ def test_a_step_without_diagnosis_trains_the_same_and_keeps_nothing(level, monke
             kept.append(len(engine._scaling.history.track(0).losses))
     assert all(map(torch.equal, *weights))
     assert kept == [0, 4]
-    assert diagnosis.Evidence.enter is enter
+    assert diagnosis.Records.number is number
 
 
 def test_a_ratio_is_the_lower_quartile_and_the_median_stands_beside_it():

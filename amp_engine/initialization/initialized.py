@@ -78,7 +78,7 @@ class Initialized:
         self._tools = tools
         self.records = Records(scaling, casts)
         self._messages = OverflowMessages(reporter, scaling, lambda: self.overflows)
-        events = self.records.events
+        self._events = events = self.records.events  # not those of a rehearsal
         events.skipped.subscribe(self._messages.skipped)
         events.reported.subscribe(self._messages.stepped_on)
         events.unchecked.subscribe(self._messages.unchecked)
@@ -99,10 +99,17 @@ class Initialized:
         """The explanations of overflows, which are loaded here."""
         if "overflows" not in self._tools:
             watch = tool("diagnosis.overflow_watch").OverflowWatch
-            made = watch(self._reporter, lambda: self.models, self.stepped_params, self._scaling)
+            made = watch(self._reporter, lambda: self.models, self.stepped_params, self._scaling, self._events)
             self._tools.setdefault("overflows", made)
         found: OverflowWatch = self._tools["overflows"]
         return found
+
+    def begin(self) -> None:
+        """Forget what was counted, and what tools keep, of earlier models."""
+        if "overflows" in self._tools:
+            self.overflows.evidence.end()
+        self._tools.clear()
+        self.records.begin_counting()
 
     def has_module(self, module: nn.Module) -> bool:
         """True if `module` is a model, or inside of one."""

@@ -19,7 +19,6 @@ class Scaling:
         scalers: one for each loss_id.
         skips: the steps at a static scale that are skipped where gradients are not finite.
         latched: loss_id -> the scale by which `amp.scale` last multiplied; valid while the scaler still has it.
-        expects_nonfinite: True if the last loss that reached the host from a GPU was not finite.
         reported: loss_ids whose static scale was reported to overflow, so that gradients need no further check.
         history: losses and their scales that have reached the host.
     """
@@ -28,7 +27,6 @@ class Scaling:
     skips: Skips = Skips.NEVER
     latched: dict[int, ScaleSnapshot] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
-    expects_nonfinite: bool = False
     history: ScaleHistory = field(default_factory=ScaleHistory)
 
     @property
@@ -38,10 +36,6 @@ class Scaling:
             if not scaler.is_identity:
                 return True
         return self.skips is Skips.ALWAYS
-
-    def heard_of_loss(self, is_finite: bool) -> None:
-        """Note a loss that reached the host. After one that is not finite, it waits for the next, to find the cause."""
-        self.expects_nonfinite = not is_finite
 
     def begin(
         self,

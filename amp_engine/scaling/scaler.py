@@ -55,7 +55,9 @@ class LossScaler:
     """
 
     _init_scale = 2.0**16  # for scalers that version 0.1 pickled
-    _next: ScaleSnapshot | None = None  # the snapshot of the next backward, from the last update
+    _next: ScaleSnapshot | None = (
+        None  # the snapshot of the next backward, from the last update or, of a static scale, the last backward
+    )
     _was_captured = False  # True once an update is in a CUDA graph, whose replays the host does not see
 
     def __init__(
@@ -163,9 +165,13 @@ class LossScaler:
     def snapshot(self) -> ScaleSnapshot:
         """Return a copy of the scale for one backward. No host sync."""
         self.settle()
-        if self._next is not None and self._next.is_still(self.scale) and not devices.is_capturing(self.scale.device):
+        is_captured = devices.is_capturing(self.scale.device)
+        if self._next is not None and self._next.is_still(self.scale) and not is_captured:
             return self._next
-        return ScaleSnapshot(self.scale, self._static_scale)
+        snapshot = ScaleSnapshot(self.scale, self._static_scale)
+        if self._static_scale is not None and not is_captured:  # no replay of a CUDA graph changes it
+            self._next = snapshot
+        return snapshot
 
     def record_(self, nonfinite: Tensor) -> None:
         """Record if a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""

@@ -17,7 +17,6 @@ from amp_engine.ground.distributed import has_ranks
 from amp_engine.scaling.outcome import Outcome, travels
 from amp_engine.scaling.scaler import LossScaler, ScaleUpdate
 from amp_engine.scaling.snapshot import ScaleSnapshot
-from amp_engine.stepping.forward_order import CHECKPOINTED, Order, Origin
 from amp_engine.stepping.reduction import Reduction
 
 
@@ -35,21 +34,19 @@ class Checked(NamedTuple):
     checks: kernels.Checks
 
 
-@dataclass
+@dataclass(eq=False)
 class Accumulation:
     """The backwards of one loss for one step: its micro-batches.
 
     Attributes:
         count: number of these backwards.
-        bad: the number, from 1, of the first backward whose loss was not finite; 0 if the host knows of none.
+        bad: the number, from 1, of the first backward whose loss on the host was not finite; 0 without any.
         loss: the loss of that backward.
-        origin: the place where that loss stopped being finite.
     """
 
     count: int = 0
     bad: int = 0
     loss: float = 0.0
-    origin: Origin | None = None
 
 
 class Backward:
@@ -62,13 +59,9 @@ class Backward:
         snapshot: the scale, as it was at the entry.
 
     Attributes:
-        value: the last loss that was backpropagated, if the host read it at the entry; else None.
-        loss: that loss, of any shape, if it is not one number on the host; else None.
+        value: the last loss that was backpropagated, if it is one number on the host; else None.
+        loss: that loss, of any shape, if `value` is None; else None.
         checked: the checks, one for each optimizer and device.
-        order: the order of parameters in the forward, as `forward_order` gives it, maybe of an earlier forward.
-        origin: the place where the forward stopped being finite; None if it was not looked for.
-        undefined: the derivative that is not finite, after an overflow of the same loss; None if none was found.
-        elements: count of elements that are not finite in the first gradient `in_order`; None if not counted.
         skips: True if an overflow skips the step; False if it is only reported.
         reduction: lets several ranks agree on the overflow; None if this rank decides alone.
         earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set only for "auto".
@@ -90,10 +83,6 @@ class Backward:
         self.value: float | None = None
         self.earlier_loss_is_bad: Tensor | None = None
         self.checked: list[Checked] = []
-        self.order: Order = {}
-        self.origin: Origin | None = None
-        self.undefined: str | None = None
-        self.elements: int | None = None
         self.skips = True
         self.reduction: Reduction | None = None
         self.may_update = False
@@ -177,17 +166,6 @@ class Backward:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
         are_all = any(dist.get_world_size(group) == dist.get_world_size() for group in groups)
         return both[0], both[1] if are_all else None
-
-    def in_order(self, nonfinite: Sequence[tuple[Tensor, bool]]) -> list[tuple[Tensor, bool]]:
-        """Return parameters, as `nonfinite` gives them, in the order of the backward.
-
-        A backward reverses the forward, so the parameter that the forward used last comes first. Without an order from
-        the graph, the reversed order of the optimizer is used. Parameters that are not in the graph count as used in
-        its last checkpointed part, if it has one.
-        """
-        hidden = self.order.get(CHECKPOINTED, (0, 0))
-        places = [(self.order.get(id(param), hidden), row) for row, (param, _) in enumerate(nonfinite)]
-        return [nonfinite[row] for _, row in sorted(places, reverse=True)]
 
     def nonfinite(self) -> list[tuple[Tensor, bool]]:
         """Return the parameters whose gradients are not finite, each with True if it holds a NaN.

@@ -9,7 +9,6 @@ from typing import Generic, ParamSpec
 from torch import Tensor
 
 from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.forward_order import Origin
 from amp_engine.stepping.rows import Rows
 
 P = ParamSpec("P")
@@ -40,23 +39,25 @@ class Events:
 
     Attributes:
         entering: gives the context of a `scale_loss` before its entry; if the entry raises, no other event follows.
-        entered: gives the context, its loss and the scale, before the body runs.
+        entered: gives the context, its Backward and its loss, before the body runs.
         leaving: gives the context, after its body has ended or raised.
+        checked: gives a Backward right after the check of its gradients, which are unscaled unless they are held.
         closed: gives the rows of the optimizers and their Backward, while gradients are as the step will find them.
             Held gradients are still scaled. The Backward is None if nothing was scaled or checked.
         left: gives the context, after its whole exit.
-        unchecked: gives number of the backward, loss_id, value and origin of a loss that is not finite and whose
-            gradients are not checked; only for the first of several in a row.
+        unchecked: gives the Backward of a loss that is not finite and whose gradients are not checked, its value, the
+            number of such losses in a row, and the loss before its backward; None in its place if it came from a GPU.
         skipped: gives the number of steps skipped in a row, and the backwards that made the last one skip.
         reported: gives a backward whose overflow did not skip, or that left gradients of 0 at a scale too low, or whose
-            loss was not finite though its gradients were; for the last case only the first of several in a row.
+            loss was not finite though its gradients were; and the number of such losses in a row, else 1.
     """
 
     entering: Event[[object]] = field(default_factory=Event)
-    entered: Event[[object, Tensor, Tensor | float]] = field(default_factory=Event)
+    entered: Event[[object, Backward, Tensor]] = field(default_factory=Event)
     leaving: Event[[object]] = field(default_factory=Event)
+    checked: Event[[Backward]] = field(default_factory=Event)
     closed: Event[[Sequence[Rows], Backward | None]] = field(default_factory=Event)
     left: Event[[object]] = field(default_factory=Event)
-    unchecked: Event[[int, int, float, Origin | None]] = field(default_factory=Event)
+    unchecked: Event[[Backward, float, int, Tensor | None]] = field(default_factory=Event)
     skipped: Event[[int, Sequence[Backward]]] = field(default_factory=Event)
-    reported: Event[[Backward]] = field(default_factory=Event)
+    reported: Event[[Backward, int]] = field(default_factory=Event)

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from amp_engine.levels.report import Reporter, flushed_message, overflow_message, static_overflow_message
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.forward_order import Origin
 
 
 class Explains(Protocol):
@@ -26,11 +27,19 @@ class Explains(Protocol):
             is_last: False if another loss made the step skip, too, and follows.
         """
 
-    def taken(self, backward: Backward, is_told: bool) -> None:
-        """A step was taken on an overflow, or on a loss that is not finite; `is_told`: this rank tells of it."""
+    def taken(self, backward: Backward, is_told: bool, in_a_row: int) -> None:
+        """A step was taken on an overflow, or on a loss that is not finite, the number `in_a_row` of such losses.
 
-    def unchecked(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
-        """A loss is not finite, and its gradients are not checked."""
+        Args:
+            is_told: True if this rank tells of it.
+        """
+
+    def unchecked(self, backward: Backward, value: float, in_a_row: int, loss: Tensor | None) -> None:
+        """A loss is not finite, the number `in_a_row` of such losses, and its gradients are not checked.
+
+        Args:
+            loss: as it is before its backward; None if it came from a GPU.
+        """
 
 
 class OverflowMessages:
@@ -60,7 +69,7 @@ class OverflowMessages:
                 self._reporter.say(text, amp_loss_id=loss_id, amp_loss_scale=scale)
             self._explains().skipped(b, skips_in_a_row, is_told, b is backwards[-1])
 
-    def stepped_on(self, backward: Backward) -> None:
+    def stepped_on(self, backward: Backward, in_a_row: int) -> None:
         """Say that a step was taken at a scale that overflowed or was too low, or on a loss that is not finite."""
         if backward.outcome.has_flushed():
             loss_id, scale = backward.loss_id, backward.outcome.scale()
@@ -69,15 +78,15 @@ class OverflowMessages:
                 self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
             return
         if not backward.outcome.overflowed():
-            self._explains().taken(backward, self._reporter.says(backward.is_first))
+            self._explains().taken(backward, self._reporter.says(backward.is_first), in_a_row)
             return
         if backward.loss_id not in self._scaling.reported:
             self._scaling.reported.add(backward.loss_id)
             loss_id, scale = backward.loss_id, backward.scaler.loss_scale()
             text = static_overflow_message(loss_id, scale)
             self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
-            self._explains().taken(backward, True)
+            self._explains().taken(backward, True, in_a_row)
 
-    def unchecked(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
+    def unchecked(self, backward: Backward, value: float, in_a_row: int, loss: Tensor | None) -> None:
         """Hand on a loss that is not finite if gradients are not checked."""
-        self._explains().unchecked(backward, loss_id, loss, origin)
+        self._explains().unchecked(backward, value, in_a_row, loss)

@@ -49,7 +49,8 @@ class Pending:
         # Backwards of steps that the device decided, and whose decision the host does not know yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
         self._skipped = False
-        self._told: set[int] = set()  # loss_ids whose last backward had finite gradients of a loss that is not finite
+        # loss_id -> number of last backwards in a row with finite gradients of a loss that is not finite.
+        self._bad_losses: dict[int, int] = {}
         self._events = events
 
     @property
@@ -169,19 +170,19 @@ class Pending:
                 tell(self.skips_in_a_row, skipping)
 
     def _heed_loss(self, backward: Backward) -> None:
-        """Report a loss that is not finite though all gradients are; of several in a row only the first."""
+        """Report a loss that is not finite though all gradients are."""
         loss = backward.outcome.number()
         if loss is None or math.isfinite(loss):
-            self._told.discard(backward.loss_id)
-        elif backward.loss_id not in self._told:
-            self._told.add(backward.loss_id)
-            if not backward.is_reported:  # another optimizer of this loss may have reported it
-                backward.is_reported = True
-                self._report(backward)
+            self._bad_losses.pop(backward.loss_id, None)
+            return
+        in_a_row = self._bad_losses[backward.loss_id] = self._bad_losses.get(backward.loss_id, 0) + 1
+        if not backward.is_reported:  # another optimizer of this loss may have reported it
+            backward.is_reported = True
+            self._report(backward, in_a_row)
 
-    def _report(self, backward: Backward) -> None:
+    def _report(self, backward: Backward, in_a_row: int = 1) -> None:
         for tell in self._events.reported.observers:
-            tell(backward)
+            tell(backward, in_a_row)
 
 
 def _are_known(backwards: Sequence[Backward]) -> bool:

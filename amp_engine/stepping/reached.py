@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from amp_engine.stepping.forward_order import CHECKPOINT, leaf_of
 from amp_engine.stepping.record import Record
+
+CHECKPOINT = "CheckpointFunctionBackward"
+"""The node of a reentrant checkpoint. Its backward runs a graph of its own, which is not in the graph of the loss."""
+
+
+def leaf_of(node: Node | None) -> Tensor | None:
+    """Return the parameter whose gradient `node` accumulates, or None."""
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
 
 
 def reached_by(loss: Tensor, everyone: Sequence[Record]) -> list[Record]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,17 +16,17 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
-from amp_engine.ground.devices import moved
+from amp_engine.ground.devices import HostNumbers, moved
 from amp_engine.ground.distributed import has_ranks
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.levels.policy import Skips
 from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.scaling.losses import Scaling
+from amp_engine.scaling.outcome import is_number
 from amp_engine.scaling.scaler import LossScaler
-from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.backward import Accumulation, Backward
 from amp_engine.stepping.events import Events
-from amp_engine.stepping.evidence import Evidence
 from amp_engine.stepping.record import Record, State
 from amp_engine.stepping.reduction import Reduction, agree
 
@@ -63,6 +64,7 @@ class Records:
 
     Attributes:
         events: notify observers of each backward; replaced during a rehearsal.
+        is_rehearsal: True while a batch is rehearsed: no step is taken, and backwards have no number.
     """
 
     def __init__(self, scaling: Scaling, casts: Casts) -> None:
@@ -73,7 +75,12 @@ class Records:
         self._records = weakref.WeakKeyDictionary()
         self.scaling = scaling
         self.events = Events()
-        self.evidence = Evidence(scaling, self.events)
+        self.is_rehearsal = False
+        self._count = 0  # of backwards
+        # By loss_id, of losses whose gradients are not checked: the last one, on its way from a GPU; and how many of
+        # the last in a row were not finite.
+        self._sent: dict[int, tuple[Backward, HostNumbers]] = {}
+        self._bad_losses: dict[int, int] = {}
         self._of_one = LossScaler(1.0)  # of gradients that were written since an exit unscaled them
 
     @property
@@ -100,15 +107,21 @@ class Records:
         """Remove an optimizer."""
         self._records.pop(optimizer, None)
 
+    def begin_counting(self) -> None:
+        """Count backwards from 1 again, and forget losses of earlier models."""
+        self._count = 0
+        self._sent.clear()
+        self._bad_losses.clear()
+
     @contextmanager
     def rehearsal(self) -> Iterator[Events]:
         """Return a context in which no step is taken, and backwards notify only observers of the yielded Events."""
-        before = self.events, self.evidence.is_rehearsal
-        self.events, self.evidence.is_rehearsal = Events(), True
+        before = self.events, self.is_rehearsal
+        self.events, self.is_rehearsal = Events(), True
         try:
             yield self.events
         finally:
-            self.events, self.evidence.is_rehearsal = before
+            self.events, self.is_rehearsal = before
 
     def refuse_inside(self, call: str) -> None:
         """Raise AmpStateError while the body of a `scale_loss` runs."""
@@ -131,7 +144,7 @@ class Records:
         for one in records:
             one.check_first_use()
         if scaler.is_identity and all(one.state is State.IDLE for one in records):
-            return Unscaled(self, loss, records, loss_id, scaler if self._looks(records, loss.device) else None)
+            return Unscaled(self, loss, records, loss_id, scaler, self._looks(records, loss.device))
         return Body(self, loss, records, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def begin(self, records: Sequence[Record], scaler: LossScaler, loss_id: int) -> Backward:
@@ -194,11 +207,69 @@ class Records:
         others = [one for one in self.all if one.state is not State.IDLE and one not in records]
         return [one for one in others if any(map(one.shares_parameters_with, records))]
 
+    # Numbers and losses of backwards.
+
+    def number(self, backward: Backward, accumulations: dict[int, Accumulation]) -> None:
+        """Number a backward that is checked: in its engine, and among those for the same step.
+
+        Args:
+            accumulations: those for the same step, by loss_id.
+        """
+        if self.is_rehearsal:
+            return
+        self._count = backward.number = self._count + 1
+        if (together := accumulations.get(backward.loss_id)) is None:
+            together = accumulations[backward.loss_id] = Accumulation()
+        together.count += 1
+        backward.accumulation = together
+        backward.micro_batches = backward.micro_batches[0] or together.count, together.count
+
+    def note_loss(self, backward: Backward, loss: Tensor) -> None:
+        """Note the loss of a backward that is checked. No host sync."""
+        if self.is_rehearsal:
+            return
+        if not (type(loss) is Tensor and loss.is_cpu and loss.numel() == 1):  # not `is_number`: saves a call
+            backward.loss = loss.detach() if is_number(loss) else loss.detach().clone()  # the user may write it
+            return
+        backward.value = value = loss.item()
+        together = backward.accumulation
+        if not math.isfinite(value) and not together.bad:
+            together.bad, together.loss = together.count, value
+
+    def note_unchecked(self, backward: Backward, loss: Tensor) -> None:
+        """Number a backward whose gradients are not checked, and tell of its loss if it is not finite. No host sync.
+
+        The host hears of a loss on a GPU a backward or two later.
+        """
+        if self.is_rehearsal:
+            return
+        self._count = backward.number = self._count + 1
+        if not is_number(loss):
+            return
+        if loss.is_cpu:
+            self._hear_of_unchecked(backward, loss.item(), loss)
+            return
+        if (sent := self._sent.get(backward.loss_id)) is not None:
+            if not sent[1].is_known():
+                return
+            self._hear_of_unchecked(sent[0], sent[1].read(), None)
+        self._sent[backward.loss_id] = backward, HostNumbers(torch.stack([loss.detach().float()]))
+
+    def _hear_of_unchecked(self, backward: Backward, value: float, loss: Tensor | None) -> None:
+        loss_id = backward.loss_id
+        if math.isfinite(value):
+            self._bad_losses.pop(loss_id, None)
+            self.scaling.history.track(loss_id).losses.append((backward.number, value))
+            return
+        in_a_row = self._bad_losses[loss_id] = self._bad_losses.get(loss_id, 0) + 1
+        for tell in self.events.unchecked.observers:
+            tell(backward, value, in_a_row, loss)
+
     # Checks.
 
     def _looks(self, records: Sequence[Record], device: torch.device | None) -> bool:
         """True if gradients at a scale of 1 are checked before a step. The host knows nothing of a captured loss."""
-        is_wanted = self.scaling.skips is not Skips.NEVER and bool(records) and not self.evidence.is_rehearsal
+        is_wanted = self.scaling.skips is not Skips.NEVER and bool(records) and not self.is_rehearsal
         is_captured = device is not None and devices.is_capturing(device)
         return is_wanted and not is_captured and all(one.ranks.can_agree for one in records)
 
@@ -220,7 +291,7 @@ class Records:
         if not scaler.is_identity:
             if is_stepping:
                 record.refuse_unscaled()
-            if is_captured or self.evidence.is_rehearsal or not self._skips(scaler):
+            if is_captured or self.is_rehearsal or not self._skips(scaler):
                 return
             scaler = self._of_one
         elif not self._looks([record], None if is_captured and fused_step_of(record.optimizer) else device):
@@ -231,7 +302,7 @@ class Records:
             return
         scaler.to(device)
         backward = Backward(scaler, 0, scaler.snapshot())
-        self.evidence.enter_unseen(backward)
+        self.number(backward, {})
         self._look_at([record], backward, tells=True)
 
     def _look_at(self, records: Sequence[Record], backward: Backward, tells: bool) -> None:
@@ -270,15 +341,11 @@ class Records:
         records: Sequence[Record],
         backward: Backward,
         delay_overflow_check: bool = False,
-        loss: Tensor | None = None,
     ) -> None:
         """Unscale and check gradients, then update the scale. No host sync.
 
         If any of it raises, or is interrupted, no gradient stays that is scaled or unchecked: those of the entry are
         put back while all are in a body, and later all since the last step are discarded.
-
-        Args:
-            loss: the last loss, whose graph has the order of the parameters; None if unknown.
         """
         unscaled: set[int] | None = set() if len(records) > 1 else None
         check = self._checks(backward)
@@ -289,7 +356,6 @@ class Records:
                 backward,
                 lambda one, of: one.close(of, check, unscaled, keeps=not self.events.closed.observers),
                 delay_overflow_check=delay_overflow_check,
-                loss=loss,
             )
         except BaseException:  # such as out of memory: no gradient may stay scaled, or come unchecked to a step
             is_open = is_open and all(one.is_in_body for one in records)
@@ -314,7 +380,6 @@ class Records:
         look: Callable[[Record, Backward], list[Any]],
         *,
         delay_overflow_check: bool = False,
-        loss: Tensor | None = None,
         tells: bool = True,
     ) -> None:
         """Check the gradients of `records` by `look`, then decide together and update the scale.
@@ -340,11 +405,8 @@ class Records:
             one.is_captured |= devices.is_capturing(backward.snapshot.scale.device)
             # No rank has the sums over whole DTensors.
             squares.append([] if one.columns.has_shards else [checked.checks.sum_squares for checked in found])
-        if check:
-            overflowed = backward.has_overflowed()
-            is_in_trouble = overflowed is None and any(one.pending.skips_in_a_row > 0 for one in records)
-            if overflowed or is_in_trouble or not backward.order:
-                self.evidence.keep(backward, loss, bool(overflowed), is_in_trouble)
+        for tell_checked in self.events.checked.observers if check else ():
+            tell_checked(backward)
         for tell in self.events.closed.observers if tells else ():
             tell([one.rows for one in records], backward)
         if delay_overflow_check:
@@ -355,7 +417,7 @@ class Records:
         backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in records)
         largest, bad_loss = (None, None) if scaler.auto is None else backward.for_auto_scale(groups)
         concludes = check and bool(records)
-        is_noted = concludes and not self.evidence.is_rehearsal and scaler is not self._of_one
+        is_noted = concludes and not self.is_rehearsal and scaler is not self._of_one
         earlier_ones = records[0].pending.backwards if is_noted else ()
         follows = earlier_ones[-1].number if earlier_ones else None
 
@@ -467,14 +529,15 @@ class Body(ContextOfLoss):
                 entered.append(one)
                 one.refuse_joined(not backward.snapshot.is_identity)
             together = self._records[0].pending.accumulations if self._records else {}
-            self._owner.evidence.enter(backward, loss, together)
+            self._owner.number(backward, together)
+            self._owner.note_loss(backward, loss)
             # Autograd calls these before it accumulates anything.
             if scaled_loss.requires_grad:
                 self._hook = scaled_loss.register_hook(self._begin)
                 if loss.requires_grad and not backward.snapshot.is_identity:
                     self._hook_of_loss = loss.register_hook(self._pass_by)
             for tell_entered in events.entered.observers:
-                tell_entered(self, loss, backward.snapshot.scale)
+                tell_entered(self, backward, loss)
             return scaled_loss
         except BaseException:
             for hook in (self._hook, self._hook_of_loss):
@@ -592,7 +655,7 @@ class Body(ContextOfLoss):
                 for one in self._records:
                     one.leave_delayed(backward)
             else:
-                owner.close(self._records, backward, self._delay_overflow_check, self._loss)
+                owner.close(self._records, backward, self._delay_overflow_check)
         except BaseException:  # a refusal, an observer's error, an interrupt
             self._put_back()
             raise
@@ -608,7 +671,8 @@ class Unscaled(ContextOfLoss):
     Earlier half gradients beside masters become float32 first, so that sums lose nothing.
 
     Args:
-        scaler: has the scale of 1, if gradients are checked before the step; else None.
+        scaler: has the scale of 1.
+        is_checked: True if gradients are checked before the step.
     """
 
     def __init__(
@@ -617,13 +681,15 @@ class Unscaled(ContextOfLoss):
         loss: Tensor,
         records: Sequence[Record],
         loss_id: int,
-        scaler: LossScaler | None,
+        scaler: LossScaler,
+        is_checked: bool,
     ) -> None:
         self._owner = owner
         self._loss = loss
         self._records = records
         self._loss_id = loss_id
         self._scaler = scaler
+        self._is_checked = is_checked
         self._backward: Backward | None = None
 
     def __enter__(self) -> Tensor:
@@ -632,14 +698,17 @@ class Unscaled(ContextOfLoss):
             tell(self)
         for one in self._records:
             one.enter_unscaled()
-        if scaler is None:
-            self._owner.evidence.enter_unchecked(self._loss, self._loss_id)
-        else:
+        if self._is_checked:
             scaler.to(self._loss.device)
-            self._backward = Backward(scaler, self._loss_id, scaler.snapshot())
-            self._owner.evidence.enter(self._backward, self._loss, self._records[0].pending.accumulations)
+        backward = Backward(scaler, self._loss_id, scaler.snapshot())
+        if self._is_checked:
+            self._backward = backward
+            self._owner.number(backward, self._records[0].pending.accumulations)
+            self._owner.note_loss(backward, self._loss)
         for tell_entered in events.entered.observers:
-            tell_entered(self, self._loss, 1.0)
+            tell_entered(self, backward, self._loss)
+        if not self._is_checked:
+            self._owner.note_unchecked(backward, self._loss)
         return self._loss.float()
 
     def __exit__(
@@ -654,10 +723,6 @@ class Unscaled(ContextOfLoss):
                     one.missing_gradients.note(None)
                 for tell_closed in owner.events.closed.observers:
                     tell_closed([one.rows for one in self._records], None)
-                if (backward := self._backward) is not None:
-                    is_in_trouble = any(one.pending.skips_in_a_row > 0 for one in self._records)
-                    if is_in_trouble or not backward.order:
-                        owner.evidence.keep(backward, self._loss, False, is_in_trouble)
                 for one in self._records:
                     one.leave_unscaled(self._backward)
         finally:

@@ -233,7 +233,7 @@ class StepHook:
         """Unscale gradients that are still scaled. Raises AmpStateError in the body of a `scale_loss` of theirs."""
         record = self._record
         record.settle()
-        if record.is_in_body and not self._owner.evidence.is_rehearsal:
+        if record.is_in_body and not self._owner.is_rehearsal:
             raise AmpStateError(
                 f"{type(record.optimizer).__name__}.step() was called inside of the "
                 "`with amp.scale_loss(...)` of its loss, whose exit unscales the gradients that it steps.  Nothing was "
@@ -255,7 +255,7 @@ class StepHook:
             return None
         owner, record = self._owner, self._record
         self._prepare()
-        if owner.evidence.is_rehearsal:
+        if owner.is_rehearsal:
             record.discard()
             return self._ghost(args, kwargs)
         closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -22,7 +22,7 @@ from amp_engine import Engine
 from amp_engine.scaling.history import ScaleHistory
 from amp_engine.scaling.outcome import Outcome
 from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.evidence import Evidence
+from amp_engine.stepping.records import Records
 from tests.benchmarks.processes import Block, interleaved
 from tests.benchmarks.timing import Judged, judged, write
 from tests.benchmarks.train import LEARNING_RATE, Step, checked
@@ -65,8 +65,8 @@ def undiagnosed() -> Iterator[None]:
         backward.outcome = Outcome(outcome, skips=backward.skips)
 
     with ExitStack() as off:
-        for owner, name in ((Evidence, "enter"), (Evidence, "enter_unchecked"), (Evidence, "keep")):
-            off.enter_context(patch.object(owner, name, nothing))
+        for name in ("number", "note_loss", "note_unchecked"):
+            off.enter_context(patch.object(Records, name, nothing))
         off.enter_context(patch.object(ScaleHistory, "note", nothing))
         off.enter_context(patch.object(Backward, "conclude", conclude))
         yield

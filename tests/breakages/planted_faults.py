@@ -249,6 +249,7 @@ class Run:
         self.model, self.engine, self.index = model, Engine(), 0
         self.optimizer = torch.optim.SGD(list(trained or model.parameters()), lr=lr)
         self.engine.initialize(model, self.optimizer, opt_level=level, **keywords)
+        self.engine.overflows.evidence.begin()  # as an earlier overflow had it begin
         if self.engine.scalers[0].dynamic:
             self.engine.scalers[0].scale.fill_(256.0)  # which fits
 

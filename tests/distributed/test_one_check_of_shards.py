@@ -170,10 +170,12 @@ def test_parameters_of_the_root_are_trained_while_they_are_whole(freezes: bool) 
     fully_shard(model, mp_policy=amp.fsdp_policy("O5", root=True))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    with amp.scale_loss((model(batch(0)) * torch.tensor(math.nan)).square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    (record,) = amp.overflow_report()
+    for _ in range(2):
+        with amp.scale_loss((model(batch(0)) * torch.tensor(math.nan)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    record = amp.overflow_report()[1]
     assert record.cause == "data"
     assert record.untrained == (("0.weight", "0.bias") if freezes else ())
 

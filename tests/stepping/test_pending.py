@@ -63,7 +63,7 @@ def told() -> dict[str, list[Any]]:
 def pending(told: dict[str, list[Any]]) -> Pending:
     events = Events()
     events.skipped.subscribe(lambda skips, backwards: told["skips"].append((skips, len(backwards))))
-    events.reported.subscribe(told["reports"].append)
+    events.reported.subscribe(lambda backward, in_a_row: told["reports"].append(backward))
     return Pending(events)
 
 

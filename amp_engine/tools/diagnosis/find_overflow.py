@@ -16,7 +16,9 @@ from torch.autograd.graph import Node
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import local_of
-from amp_engine.stepping.forward_order import leaf_of, name_of, parameters_of, saved_by
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.reached import leaf_of
+from amp_engine.tools.diagnosis.forward_order import name_of, parameters_of, saved_by
 from amp_engine.tools.diagnosis.recorder import Module, Recorder, places_in, tensors_in
 from amp_engine.tools.diagnosis.rehearsal import checked_policy, rehearse
 from amp_engine.tools.diagnosis.relative_error import stored
@@ -251,9 +253,9 @@ class _Search(Recorder):
         if len(self.running) <= 1:
             self._watch_backward()
 
-    def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
+    def before_backward(self, context: object, backward: Backward, loss: Tensor) -> None:
         """Watch the backward of a scaled loss."""
-        self.loss, self.scale = loss.detach(), float(scale)
+        self.loss, self.scale = loss.detach(), float(backward.snapshot.scale)
         self.was_backward = True
         self.has_gradient |= loss.is_leaf and loss.requires_grad  # it has no node to watch
         self.is_paused = True

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from amp_engine.ground.distributed import is_any_sharded, local_of
 from amp_engine.levels.report import Reporter
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.events import Events
 from amp_engine.stepping.exact import exact_value
-from amp_engine.stepping.forward_order import CHECKPOINTED, Origin
 from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
+from amp_engine.tools.diagnosis.evidence import Evidence, Seen
+from amp_engine.tools.diagnosis.forward_order import CHECKPOINTED
 from amp_engine.tools.diagnosis.post_mortem import (
     OverflowRecord,
     OverflowReport,
@@ -52,13 +54,17 @@ class _Row:
 
 
 class OverflowWatch:
-    """Turns overflows into records and explanations.
+    """Turns overflows into records and explanations. From the first one on it listens, and traces those that follow.
 
     Args:
         reporter: prints the messages.
         models: called, when there is a message, for the initialized models.
         params: called for the parameters that are trained.
         scaling: has earlier losses.
+        events: those of the engine.
+
+    Attributes:
+        evidence: what is seen of backwards, from the first overflow on.
     """
 
     def __init__(
@@ -67,11 +73,14 @@ class OverflowWatch:
         models: Callable[[], Sequence[nn.Module]],
         params: Callable[[], Sequence[nn.Parameter]],
         scaling: Scaling,
+        events: Events,
     ) -> None:
         self._reporter = reporter
         self._models = models
         self._params = params
         self._scaling = scaling
+        self.evidence = Evidence(events)
+        self._untraced: set[int] = set()  # loss_ids whose present row of losses that are not finite has no known origin
         self._records: deque[OverflowRecord] = deque(maxlen=KEPT_RECORDS)
         self._count = 0
         self._rows: dict[int, _Row] = {}  # by loss_id
@@ -104,20 +113,35 @@ class OverflowWatch:
                 text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale, amp_cause=record.cause
             )
 
-    def taken(self, backward: Backward, is_told: bool) -> None:
-        """Record a step taken on an overflow, or on a loss that is not finite."""
-        self._note(self._record(backward, skipped=False), is_told)
+    def taken(self, backward: Backward, is_told: bool, in_a_row: int) -> None:
+        """Record a step taken on an overflow, or on the first loss of a row that is not finite, and its origin once."""
+        if self._is_news(backward, in_a_row):
+            self._note(self._record(backward, skipped=False), is_told)
 
-    def unchecked(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
-        """Record a loss that is not finite if gradients are not checked."""
-        places = places_in(self._models())
-        weights = self._bad_weights()
-        known = (backward, loss_id, loss, origin, weights, places)
-        self._note(self._explained(*known, loss_scale=1.0, skipped=False, is_checked=False))
+    def unchecked(self, backward: Backward, value: float, in_a_row: int, loss: Tensor | None) -> None:
+        """Record the first loss of a row that is not finite if gradients are not checked, and its origin once.
+
+        The step that follows spoils the weights: this is the time to look at `loss`.
+        """
+        if loss is not None and in_a_row == 1:
+            self.evidence.look(backward, loss)
+        if self._is_news(backward, in_a_row):
+            facts = backward, self.evidence.of(backward), value, self._bad_weights(), places_in(self._models())
+            self._note(self._explained(*facts, loss_scale=1.0, skipped=False, is_checked=False))
+
+    def _is_news(self, backward: Backward, in_a_row: int) -> bool:
+        """True for the first loss of a row that is not finite, and for the next one whose origin is known."""
+        has_origin, loss_id = self.evidence.of(backward).origin is not None, backward.loss_id
+        is_news = in_a_row == 1 or (has_origin and loss_id in self._untraced)
+        if has_origin:
+            self._untraced.discard(loss_id)
+        elif in_a_row == 1:
+            self._untraced.add(loss_id)
+        return is_news
 
     def _repeats(self, row: _Row, record: OverflowRecord) -> int:
         """Return how many skips in a row, this one included, have the cause of `record`."""
-        cause = record.cause, record.operation, where_it_began(record), record.why is not None
+        cause = record.cause, record.operation, where_it_began(record), record.why is not None, record.is_traced
         if cause != row.cause:
             row.cause, row.count = cause, 0
         row.count += 1
@@ -139,20 +163,16 @@ class OverflowWatch:
 
     def _record(self, backward: Backward, skipped: bool, looks_at_weights: bool = False) -> OverflowRecord:
         """The record of `backward`. Waits for the device."""
-        places = places_in(self._models())
-        together = backward.accumulation
+        places, seen = places_in(self._models()), self.evidence.of(backward)
         first_of, last_of = backward.micro_batches
-        loss, origin = backward.outcome.loss(), backward.origin
-        if together.bad and first_of <= together.bad <= last_of:
-            first_of = last_of = together.bad
-            loss, origin = together.loss, together.origin
+        loss, bad = backward.outcome.loss(), self.evidence.bad_loss(backward)
+        if bad is not None and first_of <= bad.micro_batch <= last_of:
+            first_of = last_of = bad.micro_batch
+            loss, seen = bad.loss, replace(seen, origin=bad.origin)
         nonfinite = backward.nonfinite()
-        in_order = backward.in_order(nonfinite)
-        is_finite = loss is None or math.isfinite(loss)
-        is_fine = loss is not None and is_finite and origin is None
+        in_order = seen.in_order(nonfinite)
+        is_fine = loss is not None and math.isfinite(loss) and seen.origin is None
         weights = [] if is_fine and not looks_at_weights else self._bad_weights()
-        if not is_finite and origin is None:
-            self._scaling.heard_of_loss(is_finite=False)
         of_first: dict[str, Any] = {}
         if in_order:
             param, has_nan = in_order[0]
@@ -161,42 +181,42 @@ class OverflowWatch:
             if " = " in of_first["parameter"]:
                 names = (place_of(param, places).parameter for param, _ in in_order)
                 of_first["instead"] = next((name for name in names if " = " not in name), None)
-            if CHECKPOINTED in backward.order and id(param) not in backward.order:
-                hidden = [param for param, _ in in_order if id(param) not in backward.order]
+            if CHECKPOINTED in seen.order and id(param) not in seen.order:
+                hidden = [param for param, _ in in_order if id(param) not in seen.order]
                 of_first["hidden"] = tuple(place_of(param, places).parameter for param in hidden)
         reduction = backward.reduction
         if reduction is not None:
             of_first |= {"rank": reduction.rank, "rank_losses": tuple(reduction.losses())}
         return self._explained(
-            backward.number,
-            backward.loss_id,
+            backward,
+            seen,
             loss,
-            origin,
             weights,
             places,
             loss_scale=backward.outcome.scale(),
-            undefined=backward.undefined if is_finite else None,
-            elements=backward.elements,
+            elements=seen.elements,
             nonfinite=tuple(place_of(param, places).parameter for param, _ in nonfinite),
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
             skipped=skipped,
-            micro_batches=(first_of, last_of, together.count),
+            micro_batches=(first_of, last_of, backward.accumulation.count),
             **of_first,
         )
 
     def _explained(
         self,
-        backward: int,
-        loss_id: int,
+        backward: Backward,
+        seen: Seen,
         loss: float | None,
-        origin: Origin | None,
         weights: list[nn.Parameter],
         places: dict[int, Place],
-        undefined: str | None = None,
         **details: Any,
     ) -> OverflowRecord:
-        """The record with these details, and with facts from the loss, the losses before it, and its graph."""
-        earlier = self._scaling.history.losses_before(loss_id, backward)
+        """The record with these details, and with facts from the loss, the losses before it, and what was seen."""
+        origin, loss_id = seen.origin, backward.loss_id
+        is_finite = loss is None or math.isfinite(loss)
+        if is_finite or origin is None:
+            self.evidence.expect(loss_id, is_finite)
+        earlier = self._scaling.history.losses_before(loss_id, backward.number)
         came_from_outside = origin is not None and origin.operation is None and not origin.is_parameter
         cause = likely_cause(
             loss,
@@ -216,7 +236,7 @@ class OverflowWatch:
         buffers = buffers_in(self._models()) if memory else {}
         was_taken = any(not one.skipped and one.nonfinite for one in self._records)
         return OverflowRecord(
-            backward,
+            backward.number,
             loss_id,
             loss=loss,
             cause=cause,
@@ -230,7 +250,8 @@ class OverflowWatch:
             ),
             growth=growth_of(loss, earlier),
             is_exact=origin is None or origin.is_exact,
-            why=undefined if origin is None else origin.why,
+            why=origin.why if origin is not None else seen.undefined if is_finite else None,
+            is_traced=seen.is_traced,
             untrained=tuple(place.parameter for key, place in places.items() if key not in trained),
             buffer=next((name for name, buffer in buffers.items() if _address(buffer) == memory), None),
             only_checked=cause == "weights" and bool(details.get("checked")) and not was_taken,
@@ -253,9 +274,10 @@ def overflow_report(engine: Engine) -> OverflowReport:
     """A record of each overflow since the first `initialize`, or the first after `close`, oldest first.
 
     It has the newest 1000 that the host knows of; `str()` of the record is a table, and `str()` of an entry is the
-    line that was printed. Each entry has the parameter and the module in which the backward first became
-    non-finite, the number of such elements, inf or nan, the loss and its scale, the likely cause and, for a
-    non-finite loss, the operation that made it non-finite. No host sync.
+    line that was printed. Each entry has the loss and its scale, the likely cause, and the parameters whose gradients
+    are not finite. From the second one on, as the first makes amp look, also the parameter and the module in which the
+    backward first became non-finite, the number of such elements and, for a non-finite loss, the operation that made
+    it non-finite. No host sync.
     """
     return engine.overflows.report()
 

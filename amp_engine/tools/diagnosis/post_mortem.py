@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from amp_engine.levels.scale_rule import DynamicLossScale
-from amp_engine.stepping.saved_values import advice, is_of_range
+from amp_engine.tools.diagnosis.saved_values import advice, is_of_range
 from amp_engine.tools.page.page import Page, Paged, Sentence, Table
 
 Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhere"]
@@ -35,6 +35,7 @@ _UNSEEN = (
     "Why is not known, as the loss was not passed to amp.scale_loss: it may not be finite itself.  "
     "amp.find_overflow(step_fn) tells."
 )
+_UNTRACED = "amp.find_overflow(step_fn) tells where it began; from now on explanations do, too."
 _SINCE_THE_CHECK = (
     "No step was taken on a gradient that was not finite when it was checked: look at the learning rate, and at what "
     "else writes weights."
@@ -76,8 +77,8 @@ class OverflowRecord:
         module: name of the module of `parameter`, "encoder.0"; "" for the model itself.
         module_type: class of that module.
         kind: "nan" if the gradient of `parameter` has a NaN, else "inf"; None without `parameter`.
-        elements: number of elements of that gradient that were not finite; None if the overflow reached the host too
-            late to count them, as on GPUs.
+        elements: number of elements of that gradient that were not finite; None if they were not counted, as on GPUs,
+            where the overflow reaches the host too late.
         numel: number of all elements of `parameter`.
         operation: the operation, by autograd's name ("softmax"), that gave the first value that is not finite in the
             forward, or took it from outside; None if the forward is not the cause, or its graph did not tell.
@@ -107,6 +108,8 @@ class OverflowRecord:
         only_checked: for the cause "weights", True if, as far as the host knows, no step was taken on a gradient that
             was not finite when it was checked.
         is_checked: False if gradients are not checked at all, so that the step is taken.
+        is_traced: False for the first overflow, before which nobody looks: `parameter` is then the last of `nonfinite`,
+            and `elements`, `operation`, `near` and `why` are None.
     """
 
     backward: int
@@ -141,6 +144,7 @@ class OverflowRecord:
     buffer: str | None = None
     only_checked: bool = False
     is_checked: bool = True
+    is_traced: bool = True
 
     @property
     def loss_is_finite(self) -> bool:
@@ -305,6 +309,8 @@ def _what_happened(record: OverflowRecord) -> str:
         )
     if record.cause == "forward" and record.operation is not None:
         return f"{numbers}  {record.operation}{near} gave the first value that is not finite."
+    if record.cause == "forward" and not record.is_traced:
+        return f"{numbers}  {_UNTRACED}"
     if record.cause == "forward":
         return f"{numbers}  Its graph does not tell where that comes from: amp.find_overflow(step_fn) does."
     if record.cause == "divergence":
@@ -328,7 +334,9 @@ def _what_happened(record: OverflowRecord) -> str:
         return f"{gradient}  {numbers}  {_UNSEEN}"
     why = "" if record.why is None else f"  {_of_derivative(record.why)}"
     has_grown = record.growth is not None and record.growth > EXPLOSION
-    if record.kind == "nan" and record.why is None and not has_grown and not _ranks(record):
+    if not record.is_traced:
+        why = f"  {_UNTRACED}"
+    elif record.kind == "nan" and record.why is None and not has_grown and not _ranks(record):
         why = f"  {_UNKNOWN}"
     return f"{gradient}  {numbers}{why}"
 
@@ -347,6 +355,9 @@ def _first_gradient(record: OverflowRecord) -> str:
     """The sentence about the first gradient that is not finite; empty without one."""
     if record.parameter is None:
         return ""
+    if not record.is_traced:
+        found = f"{len(record.nonfinite)} of {record.checked}"
+        return f"{found} gradients are not finite: {some(record.nonfinite[::-1])}."
     if record.hidden:
         return (
             f"The first gradient that is not finite, as the backward goes, is in {_checkpointed(record)}, of which no "
@@ -425,7 +436,9 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
         skips: number of skips in a row, of all losses.
         loss_scale: the present loss scale.
     """
-    causes = Counter(record.cause for record in row)
+    # A bad loss that nobody traced counts as "forward", but may be of the others' cause.
+    sure = [record for record in row if record.is_traced or record.cause != "forward"]
+    causes = Counter(record.cause for record in sure or row)
     cause = row[-1].cause if row[-1].weights else causes.most_common(1)[0][0]
     if cause == "backward" and all(record.why is None for record in row if record.cause == cause):
         # Prefer other causes: a lower scale may mend "backward" and "elsewhere", but no other.

@@ -108,7 +108,7 @@ class Recorder(DispatchMode):
         """Run an operation. Subclasses check its inputs and results."""
         return func(*args, **kwargs)
 
-    def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
+    def before_backward(self, context: object, backward: Backward, loss: Tensor) -> None:
         """Called at the entry of a `scale_loss`."""
 
     def closed(self, rows: Sequence[Rows], backward: Backward | None) -> None:

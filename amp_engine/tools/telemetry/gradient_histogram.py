@@ -64,10 +64,10 @@ class _Counting(Recorder):
         self.was_backward = True
         self.activations.add(grad, 1.0 / (self.scale * self._factor))
 
-    def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
+    def before_backward(self, context: object, backward: Backward, loss: Tensor) -> None:
         """Multiply the gradients of a loss's backward by the factor."""
         self.was_backward = True
-        self.scale = used = float(scale)
+        self.scale = used = float(backward.snapshot.scale)
 
         def begins(grad: Tensor) -> Tensor:
             """Note the scale of the loss whose backward begins, and multiply its gradient by the factor."""

@@ -78,7 +78,7 @@ class StepTimes(Paged):
             self._undo.append(after.remove)
         self._undo += [
             events.entering.subscribe(self._begin),
-            events.entered.subscribe(lambda context, loss, scale: self._mark(SCALE_LOSS, context)),
+            events.entered.subscribe(lambda context, backward, loss: self._mark(SCALE_LOSS, context)),
             events.leaving.subscribe(lambda context: self._mark(BACKWARD, context)),
             events.left.subscribe(lambda context: self._end(SCALE_LOSS, context)),
         ]
@@ -116,7 +116,7 @@ class StepTimes(Paged):
         return Times(sum(name == STEP for name, _, _ in self._marks), tuple(phases))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._engine.records.evidence.is_rehearsal:
+        if not self._engine.records.is_rehearsal:
             self._begin(optimizer)
 
     def _begin(self, one: object) -> None:

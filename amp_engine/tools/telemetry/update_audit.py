@@ -262,7 +262,7 @@ class _Followed:
         return [one.described(place, state.get(one.weight), names) for one in audited]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._engine.records.evidence.is_rehearsal:
+        if torch.compiler.is_compiling() or self._engine.records.is_rehearsal:
             return
         self._depth += 1
         if self._depth > 1:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import Engine
-from amp_engine.stepping import evidence
+from amp_engine.tools.diagnosis import evidence
 from amp_engine.tools.diagnosis.find_overflow import OverflowSource
 from amp_engine.tools.diagnosis.post_mortem import OverflowRecord, likely_cause
 
@@ -60,12 +60,14 @@ def test_a_second_loss_on_a_graph_has_the_cause_of_the_first(engine: Engine) -> 
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     engine.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
-    grown = (model(torch.ones(3, 4)).float() + 100.0).exp()
-    for loss_id, loss in enumerate([grown.mean(), (grown * 2.0).sum()]):
-        with engine.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
-            scaled_loss.backward(retain_graph=loss_id == 0)
-    optimizer.step()
-    records = list(engine.overflow_report())
+    for _ in range(2):
+        grown = (model(torch.ones(3, 4)).float() + 100.0).exp()
+        for loss_id, loss in enumerate([grown.mean(), (grown * 2.0).sum()]):
+            with engine.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+                scaled_loss.backward(retain_graph=loss_id == 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    records = engine.overflow_report()[2:]
     why = "exp of numbers that are too large in 18 of 18 elements"
     assert [(one.cause, one.why, one.region) for one in records] == [("forward", why, None)] * 2
 
@@ -87,7 +89,7 @@ class Parts(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_last_checkpointed_part_is_named_with_what_is_around_it(engine: Engine, reentrant: bool) -> None:
     model = Parts(reentrant)
-    record = trained(engine, model, lambda _: model(torch.ones(3, 4)), 1, verbosity=0)[0]
+    record = trained(engine, model, lambda _: model(torch.ones(3, 4)), 2, verbosity=0)[-1]
     assert record.region is not None
     assert [str(name).split(".")[0] for name in record.region] == ["mid", "out"]
     assert record.part == ((2, 2) if reentrant else (0, 0))
@@ -97,7 +99,7 @@ def test_minus_inf_of_a_batch_is_data(engine: Engine) -> None:
     model = net()
     x = torch.ones(3, 4)
     x[1, 1] = -math.inf
-    (record,) = trained(engine, model, lambda _: (model[0](x).float() ** 2).log_softmax(1).mean(), 1, verbosity=0)
+    record = trained(engine, model, lambda _: (model[0](x).float() ** 2).log_softmax(1).mean(), 2, verbosity=0)[-1]
     assert (record.cause, record.operation) == ("data", "addmm")
 
 
@@ -108,7 +110,7 @@ def test_the_reason_is_said_of_an_operation_that_is_known_to_have_made_it(engine
         p = (model(torch.ones(3, 4)).float() - 300.0 * torch.eye(6)[:3]).softmax(1)
         return (p * p.log()).sum()
 
-    (record,) = trained(engine, model, entropy, 1, verbosity=0)
+    record = trained(engine, model, entropy, 2, verbosity=0)[-1]
     assert record.why == "log of 0 in 3 of 18 elements"
 
 
@@ -120,7 +122,7 @@ def test_minus_inf_of_a_mask_is_told_from_one_that_an_operation_made(engine: Eng
         logits = model(torch.ones(3, 4)).float().masked_fill(mask, -math.inf)
         return -(torch.ones(3, 6).masked_fill(mask, 0.0) * logits.log_softmax(1)).sum()
 
-    (record,) = trained(engine, model, cross_entropy, 1, verbosity=0)
+    record = trained(engine, model, cross_entropy, 2, verbosity=0)[-1]
     assert record.why == "-inf of a mask in 3 of 18 elements of log_softmax"
     assert "fill in a finite number there" in str(record)
 
@@ -136,7 +138,7 @@ def test_the_buffer_that_holds_the_value_is_named_and_none_that_it_made_so(engin
             return self.norm((self.layer(x) * self.inverse[None]).float()).mean()
 
     model = Distances()
-    (record,) = trained(engine, model, lambda _: model(torch.ones(3, 4)), 1, verbosity=0)
+    record = trained(engine, model, lambda _: model(torch.ones(3, 4)), 2, verbosity=0)[-1]
     assert (record.cause, record.buffer) == ("data", "inverse")
     assert str(record).endswith(
         "was given a value that is not finite from outside of the graph: the buffer inverse holds it."
@@ -144,7 +146,7 @@ def test_the_buffer_that_holds_the_value_is_named_and_none_that_it_made_so(engin
     engine.close()
     model = Distances()
     model.inverse.fill_(1.0)
-    (record,) = trained(engine, model, lambda _: model(torch.full((3, 4), math.nan)), 1, verbosity=0)
+    record = trained(engine, model, lambda _: model(torch.full((3, 4), math.nan)), 2, verbosity=0)[-1]
     assert bool(model.norm.running_mean.isnan().all())
     assert (record.cause, record.buffer) == ("data", None)
 
@@ -172,7 +174,7 @@ def test_a_division_by_a_count_or_a_variance_is_explained(engine: Engine, kind: 
         variance = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0])
         return F.batch_norm(y, torch.zeros(6), variance, torch.ones(6, requires_grad=True)).sum()
 
-    record = trained(engine, model, loss, 1, verbosity=0)[0]
+    record = trained(engine, model, loss, 2, verbosity=0)[-1]
     assert (record.cause, record.why) == ("forward", why)
 
 
@@ -257,7 +259,6 @@ def test_a_value_that_the_loss_hides_is_found_from_the_second_overflow_on(engine
 
     first, second = trained(engine, model, loss, 2, verbosity=0)
     assert (first.cause, first.loss_is_finite, second.loss_is_finite) == ("backward", True, True)
-    assert "  Why is not known: " in str(first)
     assert second.cause == kind
     assert "The loss does not show what is not finite in the forward, and gradients do." in str(second)
     assert ("softmax: nan in 1 of 3 rows" in str(second)) == (kind == "forward")

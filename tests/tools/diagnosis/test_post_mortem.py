@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import Engine
-from amp_engine.stepping import saved_values
-from amp_engine.stepping.forward_order import name_of
+from amp_engine.tools.diagnosis import saved_values
+from amp_engine.tools.diagnosis.forward_order import name_of
 from amp_engine.tools.diagnosis.post_mortem import OverflowRecord, has_exploded
 from tests.ranks import on_ranks
 from tests.tools.telemetry.plants import LAYERS, BackwardOverflow, Model, Planted, batch
@@ -52,14 +53,30 @@ class Run:
         self.index += 1
 
     def plant(self, bad: str) -> OverflowRecord:
-        """Return the record of a third batch in which something goes wrong."""
+        """Return the record of a third batch, in which something goes wrong, or of the next one if that is traced."""
         self.step()
         self.step()
         assert len(self.engine.overflow_report()) == 0
         self.bad = self.model.planted.bad = bad
         self.step()
         (record,) = self.engine.overflow_report()
+        assert record.is_traced != record.is_checked
+        if record.is_checked:
+            self.step()
+            record = self.engine.overflow_report()[-1]
         return record
+
+
+def traced(engine: Engine, optimizer: torch.optim.Optimizer, loss_fn: Callable[[], Tensor]) -> OverflowRecord:
+    """Return the record of the second of two steps, both of which overflow."""
+    for _ in range(2):
+        with engine.scale_loss(loss_fn(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first, second = engine.overflow_report()
+    assert (first.is_traced, second.is_traced) == (False, True)
+    return second
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -144,6 +161,7 @@ def test_where_no_gradient_is_checked_a_loss_that_is_not_finite_is_said_once(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Amp post-mortem")]
     assert len(lines) == 1
     assert "forward" in lines[0]
+    assert ", at or after planted.layer." in lines[0], "though it is the first: the step spoils the weights"
     assert "Gradients are not checked here, so the step is taken" in lines[0]
     assert not run.engine.overflow_report()[0].skipped
 
@@ -172,7 +190,7 @@ def test_after_a_loss_that_is_finite_the_next_one_that_is_not_is_said_again(leve
     for index, bad in enumerate(("data", "data", "", "data", "data")):
         run.batch = batch(index, bad)
         run.backward()
-    assert [record.backward for record in run.engine.overflow_report()] == [1, 4]
+    assert [(record.backward, record.cause) for record in run.engine.overflow_report()] == [(1, "data"), (4, "data")]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -209,24 +227,54 @@ def test_every_skip_prints_apexs_line_and_a_cause_is_said_once_and_counted(capsy
     run.plant("backward")
     run.step()
     lines = capsys.readouterr().out.splitlines()
-    first, second = (i for i, line in enumerate(lines) if line.startswith("Gradient overflow.  Skipping step, loss"))
-    assert lines[first + 1] == str(run.engine.overflow_report()[0])
-    assert lines[second + 1 :] == [], "the same cause"
+    skips = [i for i, line in enumerate(lines) if line.startswith("Gradient overflow.  Skipping step, loss")]
+    assert [lines[skip + 1] for skip in skips[:2]] == [str(record) for record in run.engine.overflow_report()[:2]]
+    assert lines[skips[2] + 1 :] == [], "the same cause"
     for _ in range(8):
         run.step()
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Amp post-mortem")]
     assert said == ["Amp post-mortem:  backward, at planted.layer.bias, as in each of the last 10 skipped steps."]
-    assert len(run.engine.overflow_report()) == 10
+    assert len(run.engine.overflow_report()) == 11
     run.model.planted.bad = "forward"
     run.step()
-    assert str(run.engine.overflow_report()[10]) in capsys.readouterr().out, "another cause"
+    assert str(run.engine.overflow_report()[11]) in capsys.readouterr().out, "another cause"
+
+
+@pytest.mark.parametrize("bad", ["backward", "forward"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_first_overflow_says_what_the_check_knows_and_nothing_of_the_graph(level: str, bad: str) -> None:
+    run = Run(level, "linear")
+    run.plant(bad)
+    record = run.engine.overflow_report()[0]
+    assert (record.cause, record.loss_is_finite) == (bad, bad == "backward")
+    assert (record.operation, record.near, record.why, record.elements) == (None, None, None, None)
+    assert str(record).endswith("amp.find_overflow(step_fn) tells where it began; from now on explanations do, too.")
+    if bad == "backward":
+        assert record.nonfinite == ("planted.layer.weight", "planted.layer.bias", "first.weight", "first.bias")
+        assert "4 of 6 gradients are not finite: first.bias, first.weight, planted.layer.bias, planted" in str(record)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nobody_listens_before_the_first_overflow_nor_after_the_next_initialization(level: str) -> None:
+    run = Run(level, "linear")
+    events = run.engine.records.events
+    run.step()
+    assert len(run.engine.overflow_report()) == 0
+    assert (events.entered.observers, events.checked.observers) == ((), ())
+    run.plant("forward")
+    assert len(events.entered.observers) == len(events.checked.observers) == 1
+    run.engine.close()
+    model = Model("linear")
+    run.engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    assert (events.entered.observers, events.checked.observers) == ((), ())
+    run.engine.close()
 
 
 def test_verbosity_2_says_the_cause_of_every_skip(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run("O2", "linear", verbosity=2)
     run.plant("backward")
     run.step()
-    assert capsys.readouterr().out.count("Amp post-mortem:  backward.  The gradient of") == 2
+    assert capsys.readouterr().out.count("Amp post-mortem:  backward.  The gradient of planted.layer.bias") == 2
 
 
 def causes_under_ddp(rank: int) -> tuple[list[tuple[str, str, str | None]], str]:
@@ -242,8 +290,8 @@ def causes_under_ddp(rank: int) -> tuple[list[tuple[str, str, str | None]], str]
     run.step()
     run.factor = 1e37 if rank == 1 else 1.0
     run.step()
-    (record,) = run.engine.overflow_report()
-    return found, str(record)
+    run.step()
+    return found, str(run.engine.overflow_report()[1])
 
 
 def test_ranks_of_ddp_name_the_same() -> None:
@@ -290,21 +338,23 @@ def test_a_checkpointed_part_is_named_and_no_operation_in_it(level: str, reentra
 def test_the_micro_batch_of_an_accumulation_is_named(level: str, delay: bool) -> None:
     run = Run(level, "linear")
     run.step()
-    for micro in range(4):
-        run.batch = batch(micro, "data" if micro == 1 else "")
-        run.backward(delay_unscale=delay and micro < 3)
-    run.optimizer.step()
-    (record,) = run.engine.overflow_report()
-    assert (record.cause, record.micro_batches) == ("data", (2, 2, 4))
+    for _ in range(2):
+        for micro in range(4):
+            run.batch = batch(micro, "data" if micro == 1 else "")
+            run.backward(delay_unscale=delay and micro < 3)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    first, record = run.engine.overflow_report()
+    assert (record.cause, first.micro_batches, record.micro_batches) == ("data", (2, 2, 4), (2, 2, 4))
+    assert "forward.  Micro-batch 2 of 4: the loss is nan" in str(first)
     assert "data.  Micro-batch 2 of 4: the loss is nan" in str(record)
-    run.optimizer.zero_grad()
     run.model.planted.bad = "backward"
     run.batch = batch(0)
     for micro in range(3):
         run.backward(delay_unscale=delay and micro < 2)
         run.model.planted.bad = ""
     run.optimizer.step()
-    record = run.engine.overflow_report()[1]
+    record = run.engine.overflow_report()[2]
     is_one_check = delay or level == "O5"  # at a scale of 1 the step checks
     assert record.micro_batches == ((1, 3, 3) if is_one_check else (1, 1, 3))
     one = "One of micro-batches 1 to 3: the last loss is 1." if is_one_check else "Micro-batch 1 of 3: the loss"
@@ -334,10 +384,7 @@ def test_a_tied_weight_has_the_names_of_both_owners_and_is_not_blamed_alone(leve
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.initialize(model, optimizer, opt_level=level, verbosity=0)
         model.bad_at = bad_at
-        with engine.scale_loss(model(torch.arange(5)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        (record,) = engine.overflow_report()
+        record = traced(engine, optimizer, lambda: model(torch.arange(5)).float().sum())
         assert (record.parameter, record.instead) == ("embed.weight = head.weight", "mid.bias")
         assert "The gradient of mid.bias is the first that is not finite, as the backward goes, or that of" in str(
             record
@@ -375,10 +422,7 @@ def test_a_softmax_is_not_blamed_for_what_it_was_given(level: str, kind: str) ->
                 model.k.bias.fill_(3e3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.initialize(model, optimizer, opt_level=level, verbosity=0)
-        with engine.scale_loss(model(torch.ones(2, 3, 4)), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        (record,) = engine.overflow_report()
+        record = traced(engine, optimizer, lambda: model(torch.ones(2, 3, 4)))
         assert record.cause == "forward"
         assert record.operation == ("bmm" if kind == "products" else "softmax")
         sure, unsure = (
@@ -410,10 +454,7 @@ def test_the_operand_of_a_sum_that_overflows_is_named(level: str) -> None:
             model.conv.weight.fill_(6e4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.initialize(model, optimizer, opt_level=level, verbosity=0)
-        with engine.scale_loss(model(torch.ones(2, 4, 3)), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        (record,) = engine.overflow_report()
+        record = traced(engine, optimizer, lambda: model(torch.ones(2, 4, 3)))
         assert (record.operation, record.near, record.is_exact) == ("convolution", "conv.bias", True)
 
 
@@ -471,11 +512,11 @@ def test_the_report_is_a_table_and_keeps_the_newest() -> None:
     run.plant("backward")
     report = run.engine.overflow_report()
     assert "planted.layer.bias" in str(report)
-    assert report._repr_html_().count("<tr>") == 2
-    assert len(report) == 1
+    assert report._repr_html_().count("<tr>") == 3
+    assert len(report) == 2
     assert list(report)[0].skipped
     run.engine.close()
-    assert len(run.engine.overflow_report()) == 1  # to be read after the run
+    assert len(run.engine.overflow_report()) == 2  # to be read after the run
     model = Model("linear")
     run.engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert len(run.engine.overflow_report()) == 0
@@ -503,13 +544,13 @@ def test_an_operation_is_named_for_sure_only_if_what_it_was_given_is_known(level
     with Engine() as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.initialize(model, optimizer, opt_level=level, verbosity=0)
-        for factor in (1.0, 1e30):
+        for factor in (1.0, 1e30, 1e30):
             model.factor = factor
             with engine.scale_loss(model(torch.ones(2, 4)), optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        (record,) = engine.overflow_report()
+        record = engine.overflow_report()[1]
         assert (record.cause, record.operation, record.is_exact) == ("forward", "add", False)
         assert "add, at or after tok" in str(record)
         assert "or an operation before it, of which nothing was kept" in str(record)
@@ -570,10 +611,7 @@ def test_an_operation_whose_inputs_tell_is_explained(level: str, kind: str) -> N
         engine.initialize(model, optimizer, opt_level=level, verbosity=0)
         x = torch.randn(5, 4)
         zeros = int((model.layer(x.to(model.layer.weight.dtype)).float() <= 0).sum())
-        with engine.scale_loss(model(x), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        (record,) = engine.overflow_report()
+        record = traced(engine, optimizer, lambda: model(x))
         bad = zeros if kind.rstrip(",").endswith(" 0") else 40
         assert bad > 0
         assert (record.cause, record.why) == ("forward", f"{kind} in {bad} of 40 elements")
@@ -594,10 +632,7 @@ def test_a_frozen_part_that_overflows_is_not_blamed_on_the_batch_alone(level: st
             model[0].weight.fill_(6e4)
         optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
         engine.initialize(model, optimizer, opt_level=level, verbosity=0)
-        with engine.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        (record,) = engine.overflow_report()
+        record = traced(engine, optimizer, lambda: model(torch.ones(3, 4)).float().sum())
         assert (record.cause, record.untrained) == ("data", ("0.weight", "0.bias"))
         assert "at parameters that are not trained (0.weight, 0.bias), and at models" in str(record)
 
@@ -637,25 +672,26 @@ def test_fp32_is_advised_only_for_numbers_that_it_holds(dtype: str, helps: bool)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_loss_that_is_not_finite_is_told_once_in_a_row_though_its_gradients_are(
+def test_a_loss_that_is_not_finite_is_told_in_a_row_and_then_its_origin_though_its_gradients_are_finite(
     level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(level, "linear", verbosity=1)
     report = []
     for is_bad in (False, True, True, False, True):
         run.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(run.wrapped(run.batch[0]).float(), run.batch[1])
-        nothing = torch.zeros(0 if is_bad else 1)
-        with run.engine.scale_loss(loss + nothing.mean(), run.optimizer) as scaled_loss:
+        y = run.wrapped(run.batch[0]).float()
+        loss = nn.functional.mse_loss(y, run.batch[1]) + y[: 0 if is_bad else 1].mean()
+        with run.engine.scale_loss(loss, run.optimizer) as scaled_loss:
             scaled_loss.backward()
         run.optimizer.step()
         report.append(len(run.engine.overflow_report()))
-    assert report == [0, 1, 1, 1, 2]
+    assert report == [0, 1, 2, 2, 3], "the first, and once its origin"
+    assert [one.why for one in run.engine.overflow_report()] == [None, "mean of nothing", "mean of nothing"]
     record = run.engine.overflow_report()[0]
     assert (record.cause, record.skipped, record.nonfinite, record.backward) == ("forward", False, (), 2)
     said = "The loss is nan, scaled by 65536.  All gradients are finite, so the step was taken."
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).count(said) == 2
+    assert (printed.out + printed.err).count(said) == 3
     run.engine.close()
 
 

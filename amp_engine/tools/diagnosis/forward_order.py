@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from amp_engine.stepping.saved_values import (
+from amp_engine.stepping.reached import CHECKPOINT, leaf_of
+from amp_engine.tools.diagnosis.saved_values import (
     EXPLAINED,
     NO_RESULT,
     STEEP,
@@ -29,8 +30,6 @@ from amp_engine.stepping.saved_values import (
 _PASSING = {"view", "unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "clone", "alias"}
 _PASSING |= {"select", "slice", "split", "unbind", "as_strided", "reshape_alias"}
 _COMPILED = "CompiledFunction"
-CHECKPOINT = "CheckpointFunctionBackward"
-"""The node of a reentrant checkpoint. Its backward runs a graph of its own, which is not in the graph of the loss."""
 # The largest number of operations that one search visits.
 _SEARCHED = 64
 # A -inf from the first of these is a mask, and the second of these accept such a mask.
@@ -376,12 +375,6 @@ def _maker(node: Node) -> Node:
             break
         node = before
     return node
-
-
-def leaf_of(node: Node | None) -> Tensor | None:
-    """Return the parameter whose gradient `node` accumulates, or None."""
-    leaf: Tensor | None = getattr(node, "variable", None)
-    return leaf
 
 
 def _parameter_near(loss: Tensor, node: Node) -> int | None:

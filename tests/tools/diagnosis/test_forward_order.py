@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from amp_engine.stepping.forward_order import _nodes as nodes_of
-from amp_engine.stepping.forward_order import forward_order, origin_of_nonfinite, saved_by, undefined_derivative
+from amp_engine.tools.diagnosis.forward_order import _nodes as nodes_of
+from amp_engine.tools.diagnosis.forward_order import forward_order, origin_of_nonfinite, saved_by, undefined_derivative
 
 
 def test_parameters_stand_in_the_order_of_their_use() -> None:

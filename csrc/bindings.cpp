@@ -13,7 +13,6 @@
 #include <type_traits>
 #include <variant>
 
-#include "collectives.h"
 #include "ops.h"
 #include "patch/function.h"
 #include "tensor_lists.h"
@@ -33,7 +32,6 @@ using OptionalTensor = std::optional<at::Tensor>;
 // it takes longer than a step.
 struct TensorList {
   OptionalTensors tensors;
-  std::shared_ptr<Held> held = nullptr;  // gradients of rows without a tensor
 };
 
 using TensorsOrList = std::variant<TensorList*, OptionalTensors>;
@@ -41,11 +39,6 @@ using TensorsOrList = std::variant<TensorList*, OptionalTensors>;
 OptionalTensors const& in(TensorsOrList const& tensors) {
   return std::holds_alternative<TensorList*>(tensors) ? std::get<TensorList*>(tensors)->tensors
                                                       : std::get<OptionalTensors>(tensors);
-}
-
-Inputs inputs(TensorsOrList const& tensors) {
-  auto const* const list = std::get_if<TensorList*>(&tensors);
-  return {in(tensors), list ? (*list)->held.get() : nullptr};
 }
 
 // Holds Python objects, because torch.utils.swap_tensors refuses tensors that C++ refers to for longer than a call.
@@ -209,26 +202,6 @@ auto updating(ScaleTensors (*tensors)(Args...)) {
   return [tensors](Args... args) { update_scale(tensors(std::move(args)...)); };
 }
 
-// torch's own getter first looks for the __torch_function__ of a subclass.
-PyObject* gradient_of(PyObject* state, PyObject* tensor) {
-  HANDLE_TH_ERRORS
-  if (PySet_GET_SIZE(PyTuple_GET_ITEM(state, 0)) != 0) {
-    return PyObject_CallOneArg(PyTuple_GET_ITEM(state, 1), tensor);
-  }
-  if (!THPVariable_Check(tensor)) {
-    PyErr_Format(PyExc_TypeError, "grad is of a tensor, not of a %s", Py_TYPE(tensor)->tp_name);
-    return nullptr;
-  }
-  return THPVariable_Wrap(grad_of(THPVariable_Unpack(tensor)));
-  END_HANDLE_TH_ERRORS
-}
-
-py::object gradient_getter(py::set const& holding, py::object const& slow) {
-  static PyMethodDef definition{"grad", gradient_of, METH_O, nullptr};
-  py::tuple const state = py::make_tuple(holding, slow);
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, state.ptr()));
-}
-
 // True if two sequences have the same objects (by identity). Does not touch the objects.
 bool same_objects(py::object const& a, py::object const& b) {
   auto const fast = [](py::object const& sequence) {
@@ -270,7 +243,7 @@ bool same_entries(py::list const& dicts, std::vector<std::pair<py::str, py::list
   return true;
 }
 
-// Raises the errors of amp_engine.errors for refused arguments and lost gradients.
+// Raises the errors of amp_engine.errors for refused arguments.
 void translate(std::exception_ptr thrown) {
   auto const raise = [](char const* kind, char const* message) {
     py::object const type = py::module_::import("amp_engine.errors").attr(kind);
@@ -282,8 +255,6 @@ void translate(std::exception_ptr thrown) {
     raise("AmpValueError", error.what_without_backtrace());
   } catch (c10::TypeError const& error) {
     raise("AmpTypeError", error.what_without_backtrace());
-  } catch (GradientLost const& error) {
-    raise("AmpStateError", error.what());
   }
 }
 
@@ -350,44 +321,19 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "gradients",
       [named = py::object(py::module_::import("amp_engine.kernels.backend").attr("Gradients"))](
-          ParamsOrList const& params, std::optional<py::bytes> const& mask) {
-        std::optional<std::string> const held = mask;
-        Gradients found = gradients(in(params), held ? &*held : nullptr);
-        return named(TensorList{std::move(found.tensors)}, py::bytes(found.accesses), std::move(found.devices),
-                     std::move(found.held));
+          ParamsOrList const& params) {
+        Gradients found = gradients(in(params));
+        return named(TensorList{std::move(found.tensors)}, py::bytes(found.accesses), std::move(found.devices));
       },
-      py::arg("params"), py::arg("mask") = py::none(),
       "The gradient of each parameter, how the kernels can take it, and on which devices they find them.");
-  py::class_<Held, std::shared_ptr<Held>>(m, "Held", "Gradients that are held for a step.")
-      .def("__len__", &Held::size)
-      .def("__getitem__", [](Held const& self, size_t i) {
-        return i >= self.size() ? throw py::index_error() : self.has(i) ? OptionalTensor(self.tensor(i)) : std::nullopt;
-      })
-      .def("states", [](Held const& self) {
-        std::string states(self.size(), 0);
-        for (size_t i = 0; i < self.size(); ++i) {
-          states[i] = self.has(i);
-        }
-        return py::bytes(states);
-      })
-      .def("discard", [](Held& self, size_t i) { self.discard(i); })
-      .def("rearranged", &Held::rearranged)
-      .def("written", &Held::written)
-      .def(
-          "beside",
-          [](std::shared_ptr<Held> const& self, std::optional<TensorsOrList> const& tensors) {
-            return TensorList{tensors ? in(*tensors) : OptionalTensors(self->size()), self};
-          },
-          py::arg("tensors") = py::none());
   py::class_<TensorList>(m, "TensorList", "Tensors and Nones; reading an entry makes its Python object.")
       .def("__len__", [](TensorList const& self) { return self.tensors.size(); })
       .def("__getitem__", [](TensorList const& self, size_t i) {
         if (i >= self.tensors.size()) {
           throw py::index_error();
         }
-        return self.held && self.held->has(i) ? self.held->tensor(i) : self.tensors[i];
+        return self.tensors[i];
       });
-  m.def("copy", &copy, "A copy of a tensor, whose memory is copied when either is written.");
   m.def(
       "where", [](py::bytes const& mask, TensorsOrList const& tensors) { return TensorList{where(mask, in(tensors))}; },
       "tensors[i] if mask[i] else None.");
@@ -406,29 +352,11 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
       "True if one of the tensors has a gradient.");
-  m.def(
-      "watch_gradients", [](ParamsOrList const& params) { watch_gradients(in(params)); },
-      "Watches the gradients' storages for requests of memory to write.");
-  m.def(
-      "are_gradients_unwritten", [](ParamsOrList const& params) { return are_gradients_unwritten(in(params)); },
-      "True if no code has requested memory of a gradient to write since it was watched.");
-  m.def("gradient_getter", &gradient_getter,
-        "A getter of `tensor.grad`, which calls slow(tensor) only while `holding` has entries.");
   m.def("same_objects", &same_objects, "True if two sequences have the same objects, by identity.");
   m.def("same_entries", &same_entries, "True if each dictionary has its object under each name.");
   m.def(
       "discard_gradients", [](ParamsOrList const& tensors) { discard_gradients(in(tensors)); },
       "tensor.grad = None for each.");
-
-  m.def(
-      "watch_collectives",
-      [](std::vector<std::string> const& writing, std::vector<std::string> const& reading, py::object listener) {
-        watch_collectives(writing, reading, std::move(listener));
-        return true;
-      },
-      "Calls listener(tensors, is_broadcast) after each of the writing operators of c10d, from now on.");
-  m.def("ask_for_written_lists", &ask_for_written_lists,
-        "Makes torch's operators on lists request the memory that they write.");
 
   py::class_<ListOperation>(m, "ListCheck")
       .def(py::init<>())
@@ -437,7 +365,7 @@ PYBIND11_MODULE(_C, m) {
               at::Tensor const& scale, at::Tensor const& found_inf, at::Tensor const& norm,
               std::optional<ScaleArguments> const& update) {
              ScaleTensors const moving = update ? std::apply(scale_tensors, *update) : ScaleTensors();
-             return as_tuple(self.run("check", inputs(tensors),
+             return as_tuple(self.run("check", in(tensors),
                                       {.outs = outputs ? &in(*outputs) : nullptr,
                                        .a = scale,
                                        .reciprocal = true,
@@ -489,7 +417,7 @@ PYBIND11_MODULE(_C, m) {
             }
             StepTable::Stepping const stepping(self);
             py::gil_scoped_release const no_gil;
-            self.step(inputs(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest,
+            self.step(in(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest,
                       gradient_norm);
           },
           py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::arg("inv_scale") = py::none(),

@@ -24,14 +24,6 @@ Entry read(std::optional<at::Tensor> const& t) {
   return {const_cast<void*>(data), type_of(*t)};
 }
 
-Entry read(Inputs const& inputs, size_t i) {
-  if (!inputs.is_held(i)) {
-    return read(inputs.tensors[i]);
-  }
-  void const* const data = inputs.held->numel(i) > 0 ? inputs.held->data(i) : &kEmpty;
-  return {const_cast<void*>(data), type_of(inputs.held->type(i))};
-}
-
 Entry written(std::optional<at::Tensor> const& t) {
   return t ? Entry{t->mutable_data_ptr(), type_of(*t)} : Entry{nullptr, Type::float32};
 }
@@ -80,6 +72,11 @@ OptionalTensors written(ScaleTensors const& tensors) {
 
 at::Tensor scratch(int64_t bytes) { return at::empty({bytes}, at::TensorOptions().dtype(at::kByte)); }
 
+at::Device device_of(OptionalTensors const& tensors, at::Device otherwise) {
+  auto const first = std::find_if(tensors.begin(), tensors.end(), [](auto const& t) { return t.has_value(); });
+  return first == tensors.end() ? otherwise : (*first)->device();
+}
+
 // At least `n` partials, with the values of earlier calls.
 Partial* partials_in(std::vector<Partial>& memory, int64_t n) {
   memory.resize(std::max<size_t>({memory.size(), size_t(n), 1}));
@@ -93,41 +90,20 @@ struct DeviceTables {};
 bool has_cuda() { return false; }
 #endif
 
-at::Device Inputs::device_or(at::Device otherwise) const {
-  for (size_t i = 0; i < size(); ++i) {
-    if (has(i)) {
-      return is_held(i) ? held->device(i) : tensors[i]->device();
-    }
-  }
-  return otherwise;
-}
-
-void Inputs::check(char const* op, char const* name, at::Device device) const {
-  check_tensors({op, name, tensors}, device);
-  for (size_t i = 0; held && i < size(); ++i) {
-    TORCH_CHECK_VALUE(!held->has(i) || (!tensors[i] && held->device(i) == device), op, ": ", name, "[", i,
-                      "] is a held gradient on ", held->device(i), ", but the first tensor of the call is on ", device,
-                      ", or there is a tensor beside it.");
-  }
-}
-
 ListOperation::ListOperation() = default;
 ListOperation::~ListOperation() = default;
 
-Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const& given) {
+Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArguments const& given) {
   OptionalTensors const *const outs = given.outs, *const ys = given.ys;
-  at::Device const device = xs.device_or(given.found_inf ? given.found_inf->device() : at::Device(at::kCPU));
+  at::Device const device = device_of(xs, given.found_inf ? given.found_inf->device() : at::Device(at::kCPU));
   check_device(op, device);
-  Named const x_list{op, "xs", xs.tensors};
-  xs.check(op, "xs", device);
+  Named const x_list{op, "xs", xs};
+  check_tensors(x_list, device);
   if (outs) {
     Named const out_list{op, "outputs", *outs};
     check_length(out_list, xs.size(), "xs");
     check_tensors(out_list, device);
     check_same_layout(out_list, x_list);
-    for (size_t i = 0; xs.held && i < xs.size(); ++i) {
-      TORCH_CHECK_VALUE(!(*outs)[i] || !xs.is_held(i), out_list.at(i), " is given for a held gradient, which is only read.");
-    }
   }
   if (ys) {
     Named const y_list{op, "ys", *ys};
@@ -157,7 +133,7 @@ Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const&
   int64_t const n = int64_t(xs.size());
   std::vector<int64_t> numels(n);
   for (int64_t t = 0; t < n; ++t) {
-    numels[t] = xs.numel(t);
+    numels[t] = xs[t] ? xs[t]->numel() : 0;
   }
   if (!chunking_ || numels != numels_) {
     numels_ = std::move(numels);
@@ -172,7 +148,7 @@ Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const&
     shape.numel = numels_[t];
     shape.first_chunk = chunking_->first_chunk[t];
     shape.n_chunks = uint32_t(chunks_of(numels_[t]));
-    Entry const x = read(xs, t);
+    Entry const x = read(xs[t]);
     shape.x = x.type;
     lists_.x[t] = x.data;
     if (ys) {
@@ -337,7 +313,7 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
 
 StepTable::~StepTable() = default;
 
-void StepTable::check_memory(char const* op, Inputs const* gradients) const {
+void StepTable::check_memory(char const* op, OptionalTensors const* gradients) const {
   OptionalTensors const counts{steps_}, norms{norms_};
   Memory memory;
   memory.written({op, "weights", weights_});
@@ -346,10 +322,8 @@ void StepTable::check_memory(char const* op, Inputs const* gradients) const {
   memory.written({op, "state2", state2_});
   memory.written({op, "steps", counts});
   memory.written({op, "norms", norms});
-  OptionalTensors const held = gradients && gradients->held ? gradients->held->tensors() : OptionalTensors();
   if (gradients) {
-    memory.read({op, "gradients", gradients->tensors}, weights_);
-    memory.read({op, "gradients", held}, weights_);
+    memory.read({op, "gradients", *gradients}, weights_);
   }
   memory.check();
 }
@@ -377,7 +351,7 @@ bool StepTable::is_current() const {
   return true;
 }
 
-void StepTable::step(Inputs const& gradients, std::string const& scaled,
+void StepTable::step(OptionalTensors const& gradients, std::string const& scaled,
                      std::vector<Group> const& groups, std::optional<at::Tensor> const& inv_scale,
                      std::optional<at::Tensor> const& found_inf, std::optional<at::Tensor> const& norm, double max_norm,
                      std::optional<at::Tensor> sum_squares, std::optional<at::Tensor> largest,
@@ -385,9 +359,9 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
   char const* const op = "StepTable.step";
   size_t const n = lists_.rows.size();
   at::Device const device = steps_.device();
-  Named const list{op, "gradients", gradients.tensors};
+  Named const list{op, "gradients", gradients};
   check_length(list, n, "weights");
-  gradients.check(op, "gradients", device);
+  check_tensors(list, device);
   check_same_layout(list, {op, "weights", weights_});
   TORCH_CHECK_VALUE(scaled.size() == n, op, ": scaled has ", scaled.size(), " entries, but weights has ", n, ".");
   check_scalar(op, "inv_scale", inv_scale, at::kFloat, device);
@@ -401,14 +375,12 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
     uint32_t const group_of = lists_.rows[t].group;
     TORCH_CHECK_VALUE(group_of < groups.size(), op, ": weights[", t, "] is in group ", group_of, " of ", groups.size(),
                       ".");
-    if (!gradients.has(t)) {
+    if (!gradients[t]) {
       continue;
     }
     Group const& group = groups[group_of];
     bool const needs_state1 = with_optimizer(formula_, [&](auto update) { return reads_state1<decltype(update)>(group); });
     TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
-    TORCH_CHECK_VALUE(!gradients.is_held(t) || gradients.held->is_laid_out_as(t, *weights_[t]), list.at(t), " is held, ",
-                      "but weights[", t, "] is ", text(*weights_[t]), ".  Shapes and strides must be equal.");
     TORCH_CHECK_VALUE((!needs_state1 || state1_[t]) && (!needs_state2 || state2_[t]), op, ": weights[", t,
                       "] has a gradient, but no optimizer state.");
   }
@@ -424,7 +396,7 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
   }
 
   for (size_t t = 0; t < n; ++t) {
-    Entry const gradient = read(gradients, t);
+    Entry const gradient = read(gradients[t]);
     lists_.gradients[t] = gradient.data;
     lists_.forms[t] = {gradient.type, scaled[t] == 1};
   }
@@ -468,7 +440,6 @@ void run_on_device(CheckArgs&, CheckLists const&, Chunking const&, std::shared_p
 void step_on_device(StepArgs&, StepLists const&, std::vector<Group> const&, Chunking const&,
                     std::shared_ptr<DeviceTables>&, at::Device) {}
 void update_scale_on_device(ScaleUpdate const&, at::Device) {}
-void copy_on_device(void*, void const*, size_t, at::Device) {}
 bool is_captured(at::Device) { return false; }
 #endif
 

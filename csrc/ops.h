@@ -11,27 +11,8 @@
 
 #include "checks.h"
 #include "chunking.h"
-#include "held.h"
 
 namespace amp_engine {
-
-// The inputs of an operation: at each index a tensor, a held gradient, or nothing.
-struct Inputs {
-  OptionalTensors const& tensors;
-  Held const* held;  // null, or as many rows as there are tensors
-
-  Inputs(OptionalTensors const& tensors, Held const* held = nullptr) : tensors(tensors), held(held) {
-    TORCH_CHECK_VALUE(!held || held->size() == tensors.size(), "A list of ", tensors.size(), " tensors is beside ",
-                      held ? held->size() : 0, " held gradients.");
-  }
-  size_t size() const { return tensors.size(); }
-  bool is_held(size_t i) const { return held && held->has(i); }
-  bool has(size_t i) const { return tensors[i] || is_held(i); }
-  int64_t numel(size_t i) const { return is_held(i) ? held->numel(i) : tensors[i] ? tensors[i]->numel() : 0; }
-  at::Device device_or(at::Device otherwise) const;
-  // Refuses tensors that the kernels cannot read, and tensors on another device.
-  void check(char const* op, char const* name, at::Device device) const;
-};
 
 // Results for the unscaled values of each tensor: bool[n], float64[n] and float32[n], on the device of the tensors.
 struct Checks {
@@ -47,8 +28,6 @@ void run_on_device(CheckArgs& args, CheckLists const& lists, Chunking const& chu
 void step_on_device(StepArgs& args, StepLists const& lists, std::vector<Group> const& groups, Chunking const& chunking,
                     std::shared_ptr<DeviceTables>& tables, at::Device device);
 void update_scale_on_device(ScaleUpdate const& update, at::Device device);
-// Copies in order of the current stream, also during a capture.
-void copy_on_device(void* to, void const* from, size_t bytes, at::Device device);
 // True if the current stream is being captured.
 bool is_captured(at::Device device);
 
@@ -81,7 +60,7 @@ class ListOperation {
   ~ListOperation();
 
   // If outs[i] is given, computes outs[i] = a * xs[i] (+ b * ys[i]) in float32 and rounds once.
-  //   xs         float16, bfloat16 or float32; a None entry is skipped, and a held gradient is only read
+  //   xs         float16, bfloat16 or float32; a None entry is skipped
   //   outs, ys   types as xs; shapes and strides equal to those of xs, on one device
   //   a, b       float32 []; None is 1. `reciprocal`: 1 / a instead of a
   //   clip_norm  float32 []; a is min(1, max_norm / (clip_norm + 1e-6)) instead. Only without `checked` and without ys
@@ -89,7 +68,7 @@ class ListOperation {
   //   norm       float32 [], set to the 2-norm over all xs, divided by `norm_scale` (float32 []) if given
   //   update     a loss scale that is updated last
   // If `checked` is false, nothing is summed or updated, and the result is empty. Bumps the versions of outs.
-  Checks run(char const* op, Inputs const& xs, ListArguments const& given);
+  Checks run(char const* op, OptionalTensors const& xs, ListArguments const& given);
 
  private:
   std::vector<int64_t> numels_;
@@ -140,7 +119,7 @@ class StepTable {
   //   sum_squares, largest   float64 [n], float32 [n] of these gradients. If they are missing, NovoGrad and LAMB read
   //                          the gradients once more to compute them
   // Bumps the versions of weights and copies, but not of state, like torch's fused optimizers.
-  void step(Inputs const& gradients, std::string const& scaled, std::vector<Group> const& groups,
+  void step(OptionalTensors const& gradients, std::string const& scaled, std::vector<Group> const& groups,
             std::optional<at::Tensor> const& inv_scale, std::optional<at::Tensor> const& found_inf,
             std::optional<at::Tensor> const& norm, double max_norm, std::optional<at::Tensor> sum_squares,
             std::optional<at::Tensor> largest, std::optional<at::Tensor> const& gradient_norm);
@@ -151,7 +130,7 @@ class StepTable {
 
  private:
   // Refuses tensors that overlap. Only the first step of a table checks its gradients, because this takes a sort.
-  void check_memory(char const* op, Inputs const* gradients) const;
+  void check_memory(char const* op, OptionalTensors const* gradients) const;
 
   Formula formula_;
   bool narrow_ = false;

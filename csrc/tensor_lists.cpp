@@ -6,10 +6,13 @@
 #include <algorithm>
 
 #include "checks.h"
-#include "storage.h"
 
 namespace amp_engine {
 namespace {
+
+c10::StorageImpl& storage_of(at::Tensor const& t) {
+  return *t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
 
 Access access_of(at::Tensor const& grad, at::Tensor const& param) {
   auto const type = grad.scalar_type();
@@ -97,15 +100,10 @@ GradientMark GradientMark::of(at::Tensor const& param) {
   return {grad.unsafeGetTensorImpl(), version_or_none(grad), has_memory(grad) ? storage_of(grad).data_ptr().get() : nullptr};
 }
 
-Gradients gradients(Tensors const& params, std::string const* mask) {
-  TORCH_CHECK_VALUE(!mask || mask->size() == params.size(), "gradients: mask has ", mask ? mask->size() : 0,
-                    " entries, but there are ", params.size(), " parameters.");
+Gradients gradients(Tensors const& params) {
   Gradients result;
   result.tensors.resize(params.size());
   result.accesses.resize(params.size(), char(Access::none));
-  if (mask) {
-    result.held = std::make_shared<Held>(params.size());
-  }
   auto& devices = result.devices;
   for (size_t i = 0; i < params.size(); ++i) {
     ask_ahead_for_gradients(params, i);
@@ -115,11 +113,7 @@ Gradients gradients(Tensors const& params, std::string const* mask) {
     }
     Access const access = access_of(grad, *params[i]);
     result.accesses[i] = char(access);
-    if (mask && (*mask)[i] != 0 && access != Access::other) {
-      result.held->hold(i, grad, access == Access::shared);
-    } else {
-      result.tensors[i] = grad;
-    }
+    result.tensors[i] = grad;
     if (access != Access::other && std::find(devices.begin(), devices.end(), grad.device()) == devices.end()) {
       devices.push_back(grad.device());
     }
@@ -166,28 +160,6 @@ void replace_gradients(Tensors const& params, OptionalTensors const& before, Opt
 
 bool any_gradient(Tensors const& tensors) {
   return any_of(tensors, [](size_t, at::Tensor const& t) { return grad_of(t).defined(); });
-}
-
-void watch_gradients([[maybe_unused]] Tensors const& params) {
-#if AMP_HAS_MATERIALIZER  // older versions would make the memory copy-on-write, and the next unscale would end that
-  for_each(params, [](size_t, at::Tensor const& param) {
-    at::Tensor const& grad = grad_of(param);
-    if (grad.defined() && has_memory(grad)) {
-      watch(grad);
-    }
-  });
-#endif
-}
-
-bool are_gradients_unwritten([[maybe_unused]] Tensors const& params) {
-#if AMP_HAS_MATERIALIZER
-  return !any_of(params, [](size_t, at::Tensor const& param) {
-    at::Tensor const& grad = grad_of(param);
-    return grad.defined() && !(has_memory(grad) && is_sole(grad) && is_watched(storage_of(grad)));
-  });
-#else
-  return false;
-#endif
 }
 
 void discard_gradients(Tensors const& tensors) {

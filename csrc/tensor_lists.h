@@ -4,13 +4,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "ahead.h"
-#include "held.h"
 
 namespace amp_engine {
 
@@ -81,10 +79,7 @@ class GradientMarks {
 enum class Access : char { none, own, shared, other };
 
 struct Gradients {
-  // The gradient of each parameter, except those in `held`.
   OptionalTensors tensors;
-  // The gradients that were to be held and that the kernels can reach. Null without a mask.
-  std::shared_ptr<Held> held;
   // An Access for each parameter. `own`: the gradient has memory of its own. `shared`: it shares memory with other
   // tensors. `other`: the kernels cannot reach it. It is sparse, has another type, is a subclass with a dispatch of its
   // own, has gaps or overlaps, lies in another order than its parameter, or is a view that negates its memory.
@@ -92,8 +87,7 @@ struct Gradients {
   // The devices of the gradients that the kernels can reach, each device once.
   std::vector<at::Device> devices;
 };
-// Holds the gradients of the parameters whose byte in `mask` is not 0. Without a mask, holds none.
-Gradients gradients(Tensors const& params, std::string const* mask = nullptr);
+Gradients gradients(Tensors const& params);
 
 // Returns tensors[i] where mask[i] != 0, else nothing.
 OptionalTensors where(std::string const& mask, OptionalTensors const& tensors);
@@ -106,13 +100,6 @@ OptionalTensors unscaled_outputs(std::string const& plain, OptionalTensors const
 void replace_gradients(Tensors const& params, OptionalTensors const& before, OptionalTensors const& after);
 
 bool any_gradient(Tensors const& tensors);
-
-// Watches the memory of the gradients from now on, if torch has materializers (see storage.h).
-void watch_gradients(Tensors const& params);
-
-// True if every gradient is still watched, so that no pointer for writing was requested, and no gradient's memory has
-// another owner, which may have such a pointer from before.
-bool are_gradients_unwritten(Tensors const& params);
 
 // Sets tensor.grad = None for each tensor.
 void discard_gradients(Tensors const& tensors);

@@ -119,9 +119,7 @@ def test_every_name_that_is_bound_is_listed():
     assert bound - is_part - keys <= listed
 
 
-def test_after_torch_2_15_there_are_no_lazy_clones_of_a_gpus_memory(monkeypatch):
-    assert torch_private.is_copy_on_write(torch_private.lazy_clone(torch.ones(2)))
-    monkeypatch.setattr(torch_private, "HAS_LAZY_CLONES", False)
-    assert torch_private.is_copy_on_write(torch_private.lazy_clone(torch.ones(2)))
-    elsewhere = torch.ones(2, device="meta")
-    assert not torch_private.is_copy_on_write(torch_private.lazy_clone(elsewhere))
+def test_a_lazy_clone_is_copy_on_write_on_the_cpu_alone():
+    is_copy_on_write = torch._C._is_cow_tensor
+    assert is_copy_on_write(torch_private.lazy_clone(torch.ones(2)))
+    assert not is_copy_on_write(torch_private.lazy_clone(torch.ones(2, device="meta")))

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from amp_engine.casting import patch_torch
-from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.calls import Call
 from amp_engine.casting.function_casts import FunctionCasts, Observer
 from amp_engine.casting.overrides import from_environment
@@ -58,12 +57,6 @@ class EngineCasts:
         """Return a context without function casts in this thread; None if there are no casts."""
         return None if self.casts is None else float_region()
 
-    @property
-    def weight_copies(self) -> WeightCache | None:
-        """The cache whose low-precision copies a step writes beside FP32 weights; None if none are kept."""
-        casts = self.casts
-        return None if casts is None else casts.weight_copies
-
     # For a backward.
 
     def note_use(self, wanted: bool) -> None:
@@ -102,10 +95,10 @@ class EngineCasts:
         return report.casts_ended(self._installed.origin) if is_over and self._installed is not None else None
 
     def after_backward(self) -> None:
-        """Tell the cache that a backward has ended, after which any weight may have been written."""
+        """Discard casts of weights: the iteration that they were made for has ended."""
         casts = self.casts
         if casts is not None:
-            casts.cache.after_backward()
+            casts.cache.clear()
 
     # Lists.
 

@@ -144,11 +144,6 @@ class FunctionCasts:
         return self.is_disabled_everywhere or not casts_here()
 
     @property
-    def weight_copies(self) -> WeightCache | None:
-        """The cache, for a step that writes weights and their copies; None while caching is off or not in force."""
-        return self.cache if self.enable_caching and in_force.in_force(self) else None
-
-    @property
     def is_observed(self) -> bool:
         """True if casts are reported or observed: calls then go through wrappers.py."""
         return self.verbose or bool(self.observers)

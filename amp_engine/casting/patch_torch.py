@@ -27,6 +27,7 @@ import torch
 import torch.fx
 import torch.nn.functional
 from torch.nn.modules import rnn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_engine.casting import locks, wrappers
 from amp_engine.casting.attention import cast_attention
@@ -44,7 +45,6 @@ from amp_engine.casting.patches import Patches
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
 from amp_engine.casting.regions import cast_everywhere
 from amp_engine.casting.replacements import PatchedMethod, patched_function, patched_method
-from amp_engine.casting.weight_watch import watch_weights
 from amp_engine.kernels.choice import CASTS
 
 _LISTED = tuple((pkgutil.resolve_name(name), lists) for name, lists in NAMESPACES)
@@ -226,7 +226,7 @@ def _patch() -> None:
     casts = STACK[-1] if STACK else watching()
     if casts is None:
         return
-    casts.cache.clear()  # its weights were not watched while other casts were in force
+    casts.cache.clear()  # weights may have been written while other casts were in force
     taken = _patch_registered(casts) | _patch_removed(casts)
     for namespace, lists in _LISTED:
         _patch_lists(namespace, lists, taken, casts.cache.native is not None)
@@ -236,7 +236,7 @@ def _patch() -> None:
     _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
     compile_as_autocast(_patches)
     cast_attention(_patches, current)
-    watch_weights(casts.cache, _patches, remove_discarded)
+    _clear_after_steps(casts)
     _leave_saved_tensors()
     _switch_off_fast_path()
 
@@ -302,6 +302,16 @@ def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> 
     if getattr(original, "__self__", None) is owner and space is not owner:
         patched = PatchedMethod(original, patched, owner, name)
     _patches.set(owner, name, patched)
+
+
+def _clear_after_steps(casts: Casts) -> None:
+    """Discard casts of weights after each step of any optimizer, which may write them without moving versions."""
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        casts.cache.clear()
+        remove_discarded()
+
+    _patches.on_undo(register_optimizer_step_post_hook(after_step).remove)
 
 
 def _leave_saved_tensors() -> None:

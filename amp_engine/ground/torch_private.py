@@ -45,9 +45,6 @@ class PrivateName(NamedTuple):
 NAMES = (
     PrivateName("torch._lazy_clone", "a copy that takes no memory until one of the two is written"),
     PrivateName("torch._C._data_address", "where memory is, without asking to write it"),
-    PrivateName("torch._C._is_cow_tensor", "before 2.13: whether nobody has asked to write a weight"),
-    PrivateName("torch._C._storage_Use_Count", "whether something else has the memory of a weight"),
-    PrivateName("torch._C._after_ADInplaceOrView_keyset", "to go on with a collective below our kernel"),
     PrivateName("torch._C._get_dispatch_mode", "whether a call is made of fake tensors,"),
     PrivateName("torch._C._TorchDispatchModeKey", "which is a mode of this key"),
     PrivateName("torch._C._len_torch_dispatch_stack", "whether something traces an operator of ours"),
@@ -81,10 +78,9 @@ NAMES = (
     PrivateName("_base", "the weight behind a view", torch.Tensor),
     PrivateName("_is_view", "whether a gradient shares its memory", torch.Tensor),
     PrivateName("_is_zerotensor", "whether a gradient has no memory", torch.Tensor),
-    PrivateName("_use_count", "whether only casts keep a weight alive", torch.Tensor),
+    PrivateName("_cdata", "which memory a tensor has", torch.UntypedStorage),
     PrivateName("_sequence_nr", "the order of operations in a forward", torch.autograd.graph.Node),
     PrivateName("_input_metadata", "the shapes of what a backward is given", torch.autograd.graph.Node),
-    PrivateName("_cdata", "which memory a weight has", torch.UntypedStorage),
     PrivateName("_apply", "to cast a model as Module.to does, with a type for each tensor", nn.Module),
     PrivateName("_parameters", "the parameters of one module, shared ones under each name", nn.Module),
     PrivateName("_buffers", "the same of buffers", nn.Module),
@@ -102,14 +98,10 @@ NAMES = (
     PrivateName("_optimizer_step_post_hooks", "to have a ghost without any", Optimizer),
     PrivateName("_optimizer_state_dict_post_hooks", "whether a class of optimizers has hooks at all", Optimizer),
     PrivateName("_optimizer_load_state_dict_pre_hooks", "the same", Optimizer),
-    PrivateName(
-        "torch.optim.optimizer._global_optimizer_post_hooks", "to hear of every optimizer's step, from any thread"
-    ),
 )
 
 DispatchMode = TorchDispatchMode
 TensorBase: Any = _C.TensorBase
-after_ad_inplace_or_view: Any = _C._after_ADInplaceOrView_keyset
 BatchNormBase = _BatchNorm
 c_extension = _C
 compiled_graph_caches = [
@@ -124,11 +116,9 @@ find_jit_builtin: Any = torch.jit._builtins._find_builtin
 flatten_dense_tensors = _flatten_dense_tensors
 data_address: Any = _C._data_address
 functorch_level: Any = _C._functorch.peek_interpreter_stack
-is_copy_on_write: Any = _C._is_cow_tensor
 is_wrapper_subclass = is_traceable_wrapper_subclass
 leaves_of = tree_leaves
 register_jit_builtin: Any = torch.jit._builtins._register_builtin
-storage_users: Any = _C._storage_Use_Count
 unflatten_dense_tensors = _unflatten_dense_tensors
 without_subclasses: Any = _C.DisableTorchFunctionSubclass
 dynamo_frames: Any = eval_frame
@@ -137,9 +127,6 @@ dynamo_frames: Any = eval_frame
 COMPILED = "_orig_mod"
 """The name of the model inside of torch.compile's wrapper."""
 
-HAS_LAZY_CLONES = tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
-"""In later versions a lazy clone of a GPU's memory is to raise if it is written on another stream, or in a capture."""
-
 
 def without_compiled(path: str) -> str:
     """Return the path of a module or parameter without the names that torch.compile adds to it."""
@@ -147,12 +134,12 @@ def without_compiled(path: str) -> str:
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor by copy-on-write, or at once on a GPU without `HAS_LAZY_CLONES`.
+    """Copy a tensor by copy-on-write, or at once on a GPU: operators on lists write there what all owners of it see.
 
     Raises RuntimeError for memory that copy-on-write cannot hold: of numpy, of DLPack, or of several processes.
     """
     clone: Any = torch._lazy_clone
-    copied: torch.Tensor = clone(tensor) if tensor.is_cpu or HAS_LAZY_CLONES else tensor.clone()
+    copied: torch.Tensor = clone(tensor) if tensor.is_cpu else tensor.clone()
     return copied
 
 

@@ -20,7 +20,7 @@ from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.ground.tools import tool
-from amp_engine.initialization import apex_face, collectives
+from amp_engine.initialization import apex_face
 from amp_engine.initialization.arguments import check_has_groups, check_optimizers, refuse_around_masters
 from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
@@ -170,7 +170,6 @@ class Initialized:
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # another thread removed it
                 self._cast_models.remove(gone)
-        collectives.watch(self)
         if policy.master_weights:
             look_at_strangers(self, Initialized._refuse_stranger)
         for wrapper, optimizer in request.wrappers.items():
@@ -288,7 +287,6 @@ class Initialized:
                 remove()
             apex_face.take_off(wrapper)
         self._wrappers.clear()
-        collectives.unwatch(self)
         let_strangers_be(self)
         optimizers = self.records.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]

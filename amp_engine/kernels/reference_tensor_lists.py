@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_engine.ground.torch_private import data_address, lazy_clone
+from amp_engine.ground.torch_private import data_address
 from amp_engine.kernels.backend import Gradients, TensorList
-from amp_engine.kernels.layout import NONE, OTHER, OWN, SHARED, access_of, devices_of, mark, version
+from amp_engine.kernels.layout import NONE, OWN, SHARED, access_of, devices_of, mark, version
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -80,74 +80,11 @@ marks = Marks
 gradient_marks = GradientMarks
 
 
-class Held:
-    """Held gradients, copy-on-write; see `backend.Held`."""
-
-    def __init__(self, gradients: list[Tensor | None]) -> None:
-        self._gradients = gradients
-
-    def __len__(self) -> int:
-        return len(self._gradients)
-
-    def __getitem__(self, row: int) -> Tensor | None:
-        return self._gradients[row]
-
-    def states(self) -> bytes:
-        """Return one byte a row: 1 where a gradient is held, else 0."""
-        return bytes(g is not None for g in self._gradients)
-
-    def discard(self, row: int) -> None:
-        """Discard the gradient of a row."""
-        self._gradients[row] = None
-
-    def rearranged(self, rows: Sequence[int]) -> Held:
-        """Return the gradients in new rows, and keep none."""
-        before, self._gradients = self._gradients, [None] * len(self._gradients)
-        return Held([None if row < 0 else before[row] for row in rows])
-
-    def written(self) -> list[int]:
-        """Return no rows: a write moves the gradient to other memory, which `GradientMarks` notice."""
-        return []
-
-    def beside(self, tensors: TensorList | None = None) -> TensorList:
-        """Return the held gradient of each row, or where none is held the tensor of `tensors`, or None."""
-        if tensors is None:
-            return list(self._gradients)
-        return [t if g is None else g for g, t in zip(self._gradients, tensors, strict=True)]
-
-
-def gradients(params: Sequence[Tensor], mask: bytes | None = None) -> Gradients:
-    """Return the gradients, the kernels' access to each, their devices, and the held ones."""
+def gradients(params: Sequence[Tensor]) -> Gradients:
+    """Return the gradients, the kernels' access to each, and their devices."""
     grads: list[Tensor | None] = [_GRAD.__get__(p) for p in params]
     accesses = bytes(NONE if g is None else access_of(g, p) for p, g in zip(params, grads, strict=True))
-    devices = devices_of(grads, accesses)
-    if mask is None:
-        return Gradients(grads, accesses, devices, None)
-    held: list[Tensor | None] = [None] * len(grads)
-    for row, (grad, how) in enumerate(zip(grads, accesses, strict=True)):
-        if mask[row] and grad is not None and how != OTHER:
-            held[row] = copy(grad) if how == OWN else grad.clone()
-            grads[row] = None
-    return Gradients(grads, accesses, devices, Held(held))
-
-
-def copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor, on a CPU by copy-on-write."""
-    if not tensor.is_cpu:
-        return tensor.clone()  # torch's operators on lists write a GPU's memory without a request
-    try:
-        return lazy_clone(tensor)
-    except RuntimeError:  # memory of others (numpy, DLPack), which copy-on-write cannot hold
-        return tensor.clone()
-
-
-def watch_gradients(params: Sequence[Tensor]) -> None:
-    """Do nothing: Python cannot have torch note requests."""
-
-
-def are_gradients_unwritten(params: Sequence[Tensor]) -> bool:
-    """Return False: Python cannot tell."""
-    return False
+    return Gradients(grads, accesses, devices_of(grads, accesses))
 
 
 def where(mask: bytes, tensors: TensorList) -> TensorList:
@@ -175,11 +112,6 @@ def any_gradient(tensors: Sequence[Tensor]) -> bool:
     return any(_GRAD.__get__(t) is not None for t in tensors)
 
 
-def gradient_getter(holding: set[int], slow: Callable[[Any], Tensor | None]) -> Callable[[Any], Tensor | None]:
-    """Return `slow`, which does not need the set."""
-    return slow
-
-
 def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
     """True if two sequences hold the identical objects."""
     return len(a) == len(b) and all(map(is_, a, b))
@@ -194,17 +126,6 @@ def discard_gradients(tensors: Sequence[Tensor]) -> None:
     """Set `tensor.grad` to None for each tensor."""
     for t in tensors:
         _GRAD.__set__(t, None)
-
-
-def watch_collectives(
-    writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None]
-) -> bool:
-    """Return False: `initialization/collectives.py` registers Python kernels that the dispatcher can go on from."""
-    return False
-
-
-def ask_for_written_lists() -> None:
-    """Do nothing: memory on GPUs is copied at once."""
 
 
 def _gradient_mark(param: Tensor) -> tuple[int, int, int] | None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from amp_engine.kernels.backend import GradientMarks as GradientMarks
 from amp_engine.kernels.backend import Gradients as Gradients
-from amp_engine.kernels.backend import Held as Held
 from amp_engine.kernels.backend import Marks as Marks
 from amp_engine.kernels.choice import TENSOR_LISTS
 from amp_engine.kernels.layout import NONE as NONE
@@ -28,19 +27,13 @@ params = TENSOR_LISTS.params
 marks = TENSOR_LISTS.marks
 gradient_marks = TENSOR_LISTS.gradient_marks
 gradients = TENSOR_LISTS.gradients
-copy = TENSOR_LISTS.copy
-watch_gradients = TENSOR_LISTS.watch_gradients
-are_gradients_unwritten = TENSOR_LISTS.are_gradients_unwritten
 where = TENSOR_LISTS.where
 unscaled_outputs = TENSOR_LISTS.unscaled_outputs
 replace_gradients = TENSOR_LISTS.replace_gradients
 any_gradient = TENSOR_LISTS.any_gradient
-gradient_getter = TENSOR_LISTS.gradient_getter
 same_objects = TENSOR_LISTS.same_objects
 same_entries = TENSOR_LISTS.same_entries
 discard_gradients = TENSOR_LISTS.discard_gradients
-watch_collectives = TENSOR_LISTS.watch_collectives
-ask_for_written_lists = TENSOR_LISTS.ask_for_written_lists
 
 
 def asks_for_gradients(params: Sequence[Tensor]) -> bool:

@@ -95,7 +95,7 @@ class FusedOptimizer(Optimizer):
         fused = fused_step_of(self)
         assert fused is not None
         weights = [p for group in self.param_groups for p in group["params"]]
-        gradients, accesses, _, _ = tensor_lists.gradients(weights)
+        gradients, accesses, _ = tensor_lists.gradients(weights)
         are_plain = tensor_lists.OTHER not in accesses and not tensor_lists.asks_for_gradients(weights)
         if not are_plain:
             gradients = [p.grad for p in weights]

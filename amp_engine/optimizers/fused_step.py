@@ -138,7 +138,6 @@ class FusedStep:
     def step(
         self,
         step: StepInput,
-        copies: Sequence[Tensor | None] | None = None,
         *,
         inv_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
@@ -152,28 +151,22 @@ class FusedStep:
 
         Args:
             step: as `plan` returned it; nothing may have been written since.
-            copies: n copies to write if `step` has none.
             inv_scale, found_inf, norm: float32, shape [].
             max_norm: the norm that gradients are clipped to; infinity does not clip.
             checks: the result of `kernels.check` for exactly these gradients.
         """
         optimizer = self._live_optimizer()
         weights, gradients, scaled = step.weights, step.gradients, step.scaled
-        is_current = step.is_current
-        if step.copies is None:
-            copies = copies or [None] * len(weights)
-            is_current = is_current and tensor_lists.same_objects(copies, self.copies)
-        else:
-            copies = step.copies
-        if not (step.are_plain and is_current):
+        if not (step.are_plain and step.is_current):
             gradients = [laid_out_as(w, g) for w, g in zip(weights, gradients, strict=True)]
-        if not is_current:
+        if not step.is_current:
             if len(weights) > 0 and devices.is_capturing(weights[0].device):
                 raise AmpStateError(
                     f"{type(optimizer).__name__}.step() is captured in a CUDA graph, but the tensors are not those of "
                     "the last step, and what is made once for them cannot be made inside of a capture.  Run at least "
                     "one iteration (scale_loss, backward, step, zero_grad) outside of it first."
                 )
+            copies = step.copies or [None] * len(weights)
             self._build(step.params, weights, copies, gradients, adopts=step.copies is not None)
         groups = [self.rule.hyperparameters(group) for group in optimizer.param_groups]
         for table in self._tables:

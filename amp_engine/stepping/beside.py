@@ -13,7 +13,7 @@ from amp_engine.ground.distributed import has_ranks, is_sharded
 from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import halves, tensor_lists
 from amp_engine.kernels.formulas import Sgd
-from amp_engine.stepping.exact import Exact, exact_of, keep_exact, places_moved
+from amp_engine.stepping.exact import Exact, exact_of, keep_exact
 
 
 class Pairs:
@@ -90,7 +90,6 @@ class Beside(Exact):
 
     def mark(self) -> None:
         """Declare that parameter and value agree."""
-        places_moved()
         self._pairs.mark_at(self._place)
 
     def follow(self, is_whole: bool) -> None:
@@ -145,10 +144,6 @@ class Master(Beside):
         self.weight.copy_(value_f32)
         self.is_loaded = True
         self.mark()
-
-    def memory(self) -> Tensor:
-        """Return the master itself."""
-        return self.weight
 
     @torch.no_grad()
     def follow(self, is_whole: bool) -> None:

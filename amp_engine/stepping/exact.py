@@ -7,22 +7,15 @@ other parameters, finds none.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Live parameter -> weak references to the keepers of its value.
 _KEEPERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-# Begin and end of the memory of these parameters and of their masters, sorted; cleared when one may have moved, and
-# refilled on demand.
-_PLACES: list[tuple[int, int, TensorWeakRef]] = []
 
 
 class Exact:
@@ -65,14 +58,9 @@ class Exact:
         """Keep `value_f32` from now on; it has been rounded into the parameter already."""
         raise NotImplementedError
 
-    def memory(self) -> Tensor | None:
-        """Return the memory of this keeper that other code may write; None if there is none."""
-        return None
-
 
 def keep_exact(one: Exact) -> None:
     """Register `one` for its parameter, behind earlier keepers, while both live."""
-    _PLACES.clear()
     _KEEPERS[one.param] = [weakref.ref(other) for other in (*exact_of(one.param), one)]
 
 
@@ -80,7 +68,6 @@ def discard_exact(one: Exact) -> None:
     """Unregister `one`: its parameter is float32 again, or is no longer stepped."""
     with suppress(ValueError):  # an interrupted release is repeated
         _KEEPERS[one.param].remove(weakref.ref(one))
-    _PLACES.clear()
 
 
 def exact_of(param: nn.Parameter) -> Iterator[Exact]:
@@ -105,44 +92,3 @@ def float32_of(tensor: Tensor) -> Tensor:
     """Return `exact_value` of a parameter, or else the tensor itself in float32. No host sync."""
     value = exact_value(tensor) if isinstance(tensor, nn.Parameter) else None
     return tensor.detach().float() if value is None else value
-
-
-def places_moved() -> None:
-    """Forget known places: a parameter or a keeper may have other memory now."""
-    _PLACES.clear()
-
-
-def written_through_data(tensors: Iterable[Tensor]) -> None:
-    """Have masters follow writes into `tensors` that autograd did not see, such as `p.data`."""
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(written_memory(tensor))
-
-
-def written_memory(tensor: Tensor) -> list[Tensor]:
-    """Return the parameters with a keeper, and the masters, whose memory overlaps that of `tensor`."""
-    if not _PLACES:
-        for param in list(_KEEPERS):
-            for t in (param, *(one.memory() for one in exact_of(param))):
-                if t is not None and t.numel() > 0:
-                    _PLACES.append((t.data_ptr(), t.data_ptr() + _extent(t), TensorWeakRef(t)))
-        _PLACES.sort(key=itemgetter(0))
-    begin = tensor.data_ptr()
-    end = begin + _extent(tensor)
-    found = []
-    # Parameters overlap only if they have the same memory, and then they begin at the same address.
-    place = bisect_left(_PLACES, begin, key=itemgetter(1))
-    while place < len(_PLACES) and _PLACES[place][0] < end:
-        low, high, ref = _PLACES[place]
-        param = ref()
-        if param is not None and low < end and begin < high:
-            found.append(param)
-        place += 1
-    return found
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the bytes from the first element to the end of the last."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()

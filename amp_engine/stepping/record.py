@@ -402,7 +402,7 @@ class Record:
     def _look(self, backward: Backward, check: bool, unscaled: set[int] | None, keeps: bool) -> list[Checked]:
         columns, snapshot = self.columns, backward.snapshot
         before = len(backward.checked)
-        own, accesses, devices, _ = tensor_lists.gradients(columns.handle)
+        own, accesses, devices = tensor_lists.gradients(columns.handle)
         done = [row for row, p in enumerate(columns.params) if id(p) in unscaled] if unscaled else []
         if done:
             own, accesses = arithmetic.without(done, own, accesses)

@@ -31,28 +31,14 @@ from amp_engine.stepping.record import Record, State
 from amp_engine.stepping.reduction import Reduction, agree
 
 
-class WeightCopies(Protocol):
-    """Low-precision copies of FP32 parameters that live across steps."""
-
-    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return the copies that a step must write along with the weights."""
-
-    def written(self, weights: Sequence[Tensor]) -> None:
-        """Keep the copies of these weights: a step wrote these weights with their copies, and no other weights."""
-
-
 class Casts(Protocol):
-    """The function casts of an engine, which make copies of FP32 parameters in low precision."""
+    """The function casts of an engine."""
 
     def off(self) -> AbstractContextManager[None] | None:
         """Return a context that turns the casts off in this thread; None if there are none."""
 
     def after_backward(self) -> None:
-        """Discard all copies: after a backward any weight may have been written."""
-
-    @property
-    def weight_copies(self) -> WeightCopies | None:
-        """The copies that live across steps; None if none do."""
+        """Discard casts of weights, which live for one iteration."""
 
 
 class Records:

@@ -355,7 +355,6 @@ class StepHook:
         for flag in flags:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
         has_shards, clip, found = record.columns.has_shards, record.clip, record.found
-        kept = None if step.copies is not None or has_shards else self._owner.casts.weight_copies
         checks = None
         # An exit at a scale has checked scaled gradients, which those of rows without a master are no more.
         is_kept = record.kept is not None and not record.columns.has_plain
@@ -364,15 +363,12 @@ class StepHook:
             checks = None if found.marks.have_moved() else found.checks
         fused.step(
             step,
-            None if kept is None else kept.copies(step.weights),
             inv_scale=None if record.kept is None else record.kept.snapshot.inv_scale,
             found_inf=found_inf,
             norm=None if clip is None else clip.norm,
             max_norm=math.inf if clip is None else clip.max_norm,
             checks=checks,
         )
-        if kept is not None:
-            kept.written(step.weights)
         if has_shards:
             shards.mark_written(step.params)
         record.rows.pairs.mark()
@@ -510,7 +506,7 @@ class StepHook:
 def _input_of(record: Record) -> StepInput:
     """Return the input of the next step of the kernels, as of the last scan."""
     columns = record.columns
-    grads, accesses, _, _ = tensor_lists.gradients(columns.handle)
+    grads, accesses, _ = tensor_lists.gradients(columns.handle)
     # Where nothing has a gradient, parameters of a class with a `grad` of its own are asked for it.
     are_plain = tensor_lists.OTHER not in accesses and accesses.count(tensor_lists.NONE) < len(accesses)
     if not are_plain:

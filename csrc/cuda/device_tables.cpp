@@ -84,12 +84,6 @@ void update_scale_on_device(ScaleUpdate const& update, at::Device device) {
   cuda::update_scale(update, c10::cuda::getCurrentCUDAStream(device.index()));
 }
 
-void copy_on_device(void* to, void const* from, size_t bytes, at::Device device) {
-  c10::DeviceGuard const guard(device);
-  cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
-  AMP_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
-}
-
 bool is_captured(at::Device device) {
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

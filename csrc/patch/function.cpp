@@ -520,7 +520,7 @@ py::object patched_method(py::object original, py::object reference, std::string
 void bind(py::module_& m) {
   function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   only_float32 = py::dict(py::arg("dtype") = py::handle(float32_object())).release().ptr();
-  py::class_<WeightCache>(m, "WeightCache", "Low-precision copies of weights; see amp_engine.casting.cache.")
+  py::class_<WeightCache>(m, "WeightCache", "Half casts of weights; see amp_engine.casting.cache.")
       .def(py::init<>())
       .def("__len__", &WeightCache::size)
       .def(
@@ -530,18 +530,8 @@ void bind(py::module_& m) {
             return py::make_tuple(std::move(cast.tensor), cast.was_made);
           },
           py::arg("weight"), py::arg("dtype"))
-      .def("after_backward", &WeightCache::after_backward)
-      .def("discard_orphans", &WeightCache::discard_orphans)
-      .def("clear", &WeightCache::clear)
-      .def(
-          "copies",
-          [](WeightCache& self, std::vector<at::Tensor> const& weights, uint64_t unfinished) {
-            auto handed = self.copies(weights, unfinished);
-            return std::make_pair(handed.step, std::move(handed.copies));
-          },
-          py::arg("weights"), py::arg("unfinished"))
-      .def("written", &WeightCache::written, py::arg("weights"), py::arg("step"))
-      .def("leave", &WeightCache::leave);
+      .def("kept", &WeightCache::kept)
+      .def("clear", &WeightCache::clear);
   m.def("patched_function", &patched_function, py::arg("original"), py::arg("reference"), py::arg("name"),
         py::arg("doc"), py::arg("module"), py::arg("kind"), py::arg("torch_promotes"),
         "A builtin that casts the arguments of `original`.");

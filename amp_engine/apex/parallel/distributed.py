@@ -13,7 +13,6 @@ from amp_engine.apex import apex_C
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError, AmpWarning
 from amp_engine.ground.distributed import has_ranks
 from amp_engine.ground.torch_private import leaves_of
-from amp_engine.stepping.exact import written_through_data
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,6 @@ def flat_dist_call(
         if call is dist.all_reduce:
             flat.div_(dist.get_world_size())
         torch._foreach_copy_(alike, apex_C.unflatten(flat, alike))
-    written_through_data(tensors)
 
 
 def check_process_group(name: str) -> None:

@@ -177,7 +177,7 @@ class Memory:
 
     Attributes:
         kind: "parameters", "buffers", "FP32 masters", "remainders of split masters", "optimizer state", "weight
-            copies", "weight copies, at most", "gradients".
+            copies", "gradients".
         device: "cpu", "cuda:0".
         tensors: number of tensors.
         bytes: their bytes; for DTensors, this rank's part. Memory that two classes share counts in the first.

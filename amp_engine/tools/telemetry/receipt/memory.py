@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_engine.casting.cache import WeightCache
 from amp_engine.engine import Engine
 from amp_engine.ground.distributed import local_of
-from amp_engine.optimizers.fused_step import fused_step_so_far
 from amp_engine.stepping.beside import Master, Remainder
-from amp_engine.stepping.record import Record
 from amp_engine.tools.diagnosis.recorder import tensors_in
 from amp_engine.tools.page.page import Figure, Section, Table
 from amp_engine.tools.telemetry import plots
@@ -23,8 +20,7 @@ from amp_engine.tools.telemetry.wording import number, size
 
 PARAMETERS, BUFFERS, MASTERS, REMAINDERS = "parameters", "buffers", "FP32 masters", "remainders of split masters"
 GRADIENTS, STATE, COPIES = "gradients", "optimizer state", "weight copies"
-AT_MOST = "weight copies, at most"
-KINDS = (PARAMETERS, BUFFERS, MASTERS, REMAINDERS, STATE, COPIES, AT_MOST, GRADIENTS)
+KINDS = (PARAMETERS, BUFFERS, MASTERS, REMAINDERS, STATE, COPIES, GRADIENTS)
 
 
 def described(engine: Engine) -> tuple[Memory, ...]:
@@ -46,7 +42,7 @@ def described(engine: Engine) -> tuple[Memory, ...]:
     for one in records:
         count.add(STATE, tensors_in(list(one.optimizer.state.values())))
     if casts is not None:
-        _add_copies(count, params, records, casts.cache)
+        count.add(COPIES, casts.cache.kept())
     count.add(GRADIENTS, (p.grad for p in params))
     return count.records()
 
@@ -59,25 +55,6 @@ def section(memory: Sequence[Memory]) -> Section:
     rows.append(("together", "", "", size(sum(one.bytes for one in memory))))
     table = Table(rows, ("class", "device", "tensors", "memory"), numbers=(2, 3), has_total=True)
     return Section("Memory", [Figure(plots.memory_bar(memory, KINDS)), table])
-
-
-def _add_copies(count: _Count, params: Sequence[Tensor], records: Sequence[Record], cache: WeightCache) -> None:
-    """Count the half copies of FP32 weights.
-
-    Python's cache lists its copies. The compiled cache has only their number: the copies that the kernels' steps write
-    are known, and each other copy counts with the size of one of the largest weights.
-    """
-    kept = cache.kept()
-    if kept is not None:
-        count.add(COPIES, kept)
-        return
-    fused = [fused_step_so_far(one.optimizer) for one in records]
-    known = [copy for one in fused if one is not None for copy in one.copies if copy is not None]
-    count.add(COPIES, known)
-    others = len(cache) - len(known)
-    weights = {id(p): p for p in params if p.dtype is torch.float32}.values()
-    for weight in sorted(weights, key=lambda p: -p.numel())[: max(others, 0)]:
-        count.add_bytes(AT_MOST, weight.device, 2 * weight.numel())
 
 
 class _Count:

@@ -183,7 +183,7 @@ class Record:
     def param_ids(self) -> frozenset[int]:
         """Return the ids of the parameters in the groups."""
         self.rows.scan()
-        columns = self.columns
+        columns = self.rows.columns
         if self._ids is None or self._ids[0] is not columns:
             self._ids = columns, frozenset(map(id, columns.params))
         return self._ids[1]
@@ -195,11 +195,11 @@ class Record:
     @property
     def has_shards(self) -> bool:
         """True if a forward computes with other tensors than the parameters in the groups."""
-        return self.columns.has_shards or self.ranks.in_flat_shards
+        return self.rows.columns.has_shards or self.ranks.in_flat_shards
 
     def has_gradients(self) -> bool:
         """True if a parameter has a gradient, as of the last scan."""
-        return tensor_lists.any_gradient(self.columns.handle)
+        return tensor_lists.any_gradient(self.rows.columns.handle)
 
     def check_first_use(self) -> None:
         """Before the first `scale_loss` or step: raise AmpStateError if a change since the creation forbids it."""
@@ -222,14 +222,16 @@ class Record:
 
     def refuse_joined(self, is_scaled: bool) -> None:
         """Raise AmpStateError for parameters that joined with a gradient, but of 0, whose scale nobody knows."""
-        joined, self.rows.joined = self.rows.joined, []
+        joined = self.rows.joined
+        if not joined:
+            return
         if is_scaled and (left := [p for p in joined if p.grad is not None and not arithmetic.is_zero(p.grad)]):
-            self.rows.joined = joined
             raise AmpStateError(
                 f"A parameter of shape {tuple(left[0].shape)} joined {type(self.optimizer).__name__} with a gradient, "
                 "which scaled losses may have left in it.  Nothing was stepped.  Set its `.grad` to None before "
                 "add_param_group(), or zero it before the next backward."
             )
+        joined.clear()
 
     # Around a backward.
 
@@ -253,7 +255,7 @@ class Record:
         self._has_begun, self._at_begin = False, None
         if not self._was_delayed:
             self._earlier, self._checks_earlier, self._at_leave = [], False, None
-        self._at_entry = tensor_lists.gradient_marks(self.columns.handle) if has_gradients else None
+        self._at_entry = tensor_lists.gradient_marks(self.rows.columns.handle) if has_gradients else None
         self.state = State.BODY
 
     def enter_unscaled(self) -> None:
@@ -286,10 +288,10 @@ class Record:
 
     def can_look(self) -> bool:
         """True if all present gradients can be checked. Call after a scan."""
-        found = tensor_lists.gradients(self.columns.handle)
+        found = tensor_lists.gradients(self.rows.columns.handle)
         if tensor_lists.OTHER not in found.accesses:
             return True
-        both = zip(self.columns.params, found.accesses, strict=True)
+        both = zip(self.rows.columns.params, found.accesses, strict=True)
         return all(how != tensor_lists.OTHER or p.grad is None or arithmetic.can_be_read(p.grad) for p, how in both)
 
     def begin(self) -> None:
@@ -298,9 +300,9 @@ class Record:
             self._has_begun = True
             if not self._was_delayed:
                 self.take_gradients()
-                self._set_aside(range(len(self.columns.params)))
+                self._set_aside(range(len(self.rows.columns.params)))
             self._heed_zeroed()
-            self._at_begin = tensor_lists.gradient_marks(self.columns.handle)
+            self._at_begin = tensor_lists.gradient_marks(self.rows.columns.handle)
 
     def _set_aside(self, rows: Sequence[int]) -> None:
         if not self.has_gradients():
@@ -311,7 +313,7 @@ class Record:
         self._checks_earlier = self.is_unseen()
         if self._checks_earlier:
             self.pending.forget_backwards()  # what was found of gradients before they were written decides no more
-        params = self.columns.params
+        params = self.rows.columns.params
         for row in rows:
             if (grad := params[row].grad) is not None:
                 self._earlier.append((params[row], arithmetic.own_memory(grad)))
@@ -319,8 +321,8 @@ class Record:
 
     def _arrived_unseen(self) -> list[int]:
         """Return rows whose gradients came, or were written, in a body that saw no backward of its loss."""
-        params = self.columns.params
-        if self._at_entry is None or self._at_entry.params is not self.columns.handle:
+        params = self.rows.columns.params
+        if self._at_entry is None or self._at_entry.params is not self.rows.columns.handle:
             return [row for row, p in enumerate(params) if p.grad is not None] if self.has_gradients() else []
         moved = self._at_entry.moved() if self._at_entry.have_moved() else []
         return [row for row, _ in moved if params[row].grad is not None]
@@ -333,7 +335,7 @@ class Record:
         """True if gradients came or were written in a body without a backward of its loss. Waits for the device."""
         if self._has_begun or self._was_delayed:
             return False
-        return any(not arithmetic.is_zero(self.columns.params[row].grad) for row in self._arrived_unseen())
+        return any(not arithmetic.is_zero(self.rows.columns.params[row].grad) for row in self._arrived_unseen())
 
     def leave_delayed(self, backward: Backward) -> None:
         """Exit with `delay_unscale`: leave gradients scaled."""
@@ -341,15 +343,20 @@ class Record:
         self.state, self.delayed = State.DELAYED, backward
         self.found = self.clip = self.kept = None
         if self._earlier:
-            has = frozenset(row for row, p in enumerate(self.columns.params) if p.grad is not None)
-            self._at_leave = tensor_lists.gradient_marks(self.columns.handle), has
+            has = frozenset(row for row, p in enumerate(self.rows.columns.params) if p.grad is not None)
+            self._at_leave = tensor_lists.gradient_marks(self.rows.columns.handle), has
 
     def _heed_zeroed(self) -> None:
         """Discard earlier gradients whose scaled ones were zeroed since `leave_delayed`; all, if all of these were."""
         left, self._at_leave = self._at_leave, None
-        if left is None or not self._earlier or left[0].params is not self.columns.handle or not left[0].have_moved():
+        if (
+            left is None
+            or not self._earlier
+            or left[0].params is not self.rows.columns.handle
+            or not left[0].have_moved()
+        ):
             return
-        params = self.columns.params
+        params = self.rows.columns.params
         gone = {row for row, _ in left[0].moved() if (g := params[row].grad) is None or arithmetic.is_zero(g)}
         ids = {id(params[row]) for row in gone}
         self._earlier = [] if gone >= left[1] else [one for one in self._earlier if id(one[0]) not in ids]
@@ -358,7 +365,7 @@ class Record:
         """If no backward of the loss was seen, take what arrived in the body for its gradients."""
         if not (self._has_begun or self._was_delayed) and self._at_entry is not None:
             arrived = set(self._arrived_unseen())
-            self._set_aside([row for row in range(len(self.columns.params)) if row not in arrived])
+            self._set_aside([row for row in range(len(self.rows.columns.params)) if row not in arrived])
 
     def close(
         self, backward: Backward, check: bool, unscaled: set[int] | None = None, keeps: bool = False
@@ -400,7 +407,7 @@ class Record:
         return checked
 
     def _look(self, backward: Backward, check: bool, unscaled: set[int] | None, keeps: bool) -> list[Checked]:
-        columns, snapshot = self.columns, backward.snapshot
+        columns, snapshot = self.rows.columns, backward.snapshot
         before = len(backward.checked)
         own, accesses, devices = tensor_lists.gradients(columns.handle)
         done = [row for row, p in enumerate(columns.params) if id(p) in unscaled] if unscaled else []
@@ -452,11 +459,11 @@ class Record:
 
     def _are_half(self, grads: Sequence[Tensor | None]) -> bool:
         """True if all gradients beside masters are half."""
-        plain = self.columns.plain_mask
+        plain = self.rows.columns.plain_mask
         return all(is_plain or g is None or is_low_precision(g) for is_plain, g in zip(plain, grads, strict=True))
 
     def _found_now(self) -> Found:
-        handle = self.columns.handle
+        handle = self.rows.columns.handle
         return Found(tensor_lists.gradient_marks(handle), tensor_lists.gradients(handle).tensors)
 
     def _look_on(
@@ -485,12 +492,12 @@ class Record:
         checks = self._list_check.run(grads, outputs, scale, found_inf, norm, given)
         if check and found_inf is not scaler.found_inf:
             scaler.record_(found_inf != 0)
-        backward.checked.append(Checked(self.columns.params, accesses, checks))
+        backward.checked.append(Checked(self.rows.columns.params, accesses, checks))
         return norm, checks
 
     def _close_others(self, rows: Sequence[int], backward: Backward, check: bool) -> Checked:
         """Check and unscale gradients that the kernels do not take (sparse, negative views, other types)."""
-        snapshot, columns = backward.snapshot, self.columns
+        snapshot, columns = backward.snapshot, self.rows.columns
         device = snapshot.scale.device
         looks: list[Tensor] = []  # largest magnitude, sum of squares
         for row in rows:
@@ -536,12 +543,12 @@ class Record:
 
     def _as_float32(self, row: int, grad: Tensor) -> Tensor:
         """Return a gradient, unscaled and clipped, in the type in which gradients are added up."""
-        is_half = not self.columns.plain_mask[row] and is_low_precision(grad)
+        is_half = not self.rows.columns.plain_mask[row] and is_low_precision(grad)
         factor = None if self.clip is None else kernels.clip_factor(self.clip.norm, self.clip.max_norm)
         if self.kept is not None and is_half:
             inv_scale = self.kept.snapshot.inv_scale.double()
             factor = inv_scale if factor is None else factor * inv_scale
-        if factor is None or self.columns.plain_mask[row]:
+        if factor is None or self.rows.columns.plain_mask[row]:
             return grad.float() if is_half else grad
         factor = moved(factor.float(), grad.device)
         return arithmetic.times(grad, factor, torch.float32 if is_half else grad.dtype)
@@ -558,11 +565,11 @@ class Record:
         if not self._has_begun:
             for row in self._arrived_unseen():
                 if self._was_delayed or self._at_entry is None or _is_new(self._at_entry, row):
-                    self.columns.params[row].grad = None
+                    self.rows.columns.params[row].grad = None
             return
         if self._was_delayed and not self.has_arrived():
             return
-        tensor_lists.discard_gradients(self.columns.handle)
+        tensor_lists.discard_gradients(self.rows.columns.handle)
         self.state, self.delayed = State.IDLE, None
         for param, grad in self._earlier:
             param.grad = grad
@@ -575,7 +582,7 @@ class Record:
         self._earlier, self._handed = [], []
         for one in self.rows.masters:
             one.weight.grad = None
-        tensor_lists.discard_gradients(self.columns.handle)
+        tensor_lists.discard_gradients(self.rows.columns.handle)
         self.forget_found()
         self.backward_seen = False
 
@@ -587,7 +594,7 @@ class Record:
     def forget_gone(self) -> None:
         """Forget what was found of gradients that are all gone. A rank that never had any keeps to the others."""
         found = self.found
-        if found is None or found.marks.params is not self.columns.handle or self.has_gradients():
+        if found is None or found.marks.params is not self.rows.columns.handle or self.has_gradients():
             return
         if any(was_there for _, was_there in found.marks.moved()):
             self.forget_found()
@@ -597,9 +604,9 @@ class Record:
     def refuse_written_kept(self) -> None:
         """Raise AmpStateError if half gradients were written while they are scaled. May wait for the device."""
         kept = self.kept
-        if kept is None or not kept.marks.have_moved() or kept.marks.params is not self.columns.handle:
+        if kept is None or not kept.marks.have_moved() or kept.marks.params is not self.rows.columns.handle:
             return
-        params, plain = self.columns.params, self.columns.plain_mask
+        params, plain = self.rows.columns.params, self.rows.columns.plain_mask
         for row, was_there in kept.marks.moved():
             grad = params[row].grad
             if was_there and not plain[row] and grad is not None and not arithmetic.is_zero(grad):
@@ -621,31 +628,31 @@ class Record:
 
     def _has_moved(self) -> bool:
         found = self.found
-        return found is None or found.marks.params is not self.columns.handle or found.marks.have_moved()
+        return found is None or found.marks.params is not self.rows.columns.handle or found.marks.have_moved()
 
     def has_foreign(self, before: tensor_lists.GradientMarks) -> bool:
         """True if gradients came since `before`, and not in a body inside of that one, which listed this optimizer."""
-        has_moved = before.params is self.columns.handle and before.have_moved()
+        has_moved = before.params is self.rows.columns.handle and before.have_moved()
         return has_moved and self.state is State.IDLE and self._has_moved()
 
     def note_foreign(self, before: tensor_lists.GradientMarks, ours: set[int]) -> None:
         """Note the gradients that a scaled loss left here since `before`, except of parameters with ids in `ours`."""
         if not self.has_foreign(before):
             return
-        params = self.columns.params
+        params = self.rows.columns.params
         rows = [row for row, _ in before.moved() if id(params[row]) not in ours and params[row].grad is not None]
         if rows:
-            self._foreign = Foreign(tensor_lists.gradient_marks(self.columns.handle), rows)
+            self._foreign = Foreign(tensor_lists.gradient_marks(self.rows.columns.handle), rows)
 
     def refuse_foreign(self) -> None:
         """Raise AmpStateError if scaled gradients are there of a loss that did not list this optimizer."""
         foreign = self._foreign
         if foreign is None:
             return
-        gone = {row for row, _ in foreign.marks.moved()} if foreign.marks.params is self.columns.handle else set()
-        params = self.columns.params
+        gone = {row for row, _ in foreign.marks.moved()} if foreign.marks.params is self.rows.columns.handle else set()
+        params = self.rows.columns.params
         left = [row for row in foreign.rows if row not in gone and row < len(params) and params[row].grad is not None]
-        if not left or foreign.marks.params is not self.columns.handle:
+        if not left or foreign.marks.params is not self.rows.columns.handle:
             self._foreign = None
             return
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -660,8 +667,8 @@ class Record:
 
         Exits leave float32 gradients beside masters, so half ones are of another backward.
         """
-        mask = self.columns.plain_mask
-        for row, p in enumerate(self.columns.params):
+        mask = self.rows.columns.plain_mask
+        for row, p in enumerate(self.rows.columns.params):
             if not mask[row] and p.grad is not None and is_low_precision(p.grad) and not arithmetic.is_zero(p.grad):
                 raise AmpStateError(
                     f"{type(self.optimizer).__name__}.step() found {p.grad.dtype} gradients of a backward() outside of "
@@ -690,7 +697,7 @@ class Record:
 
     def can_clip_in_step(self) -> bool:
         """True if the step can clip all gradients beside masters, of which some are half. Call after a scan."""
-        columns = self.columns
+        columns = self.rows.columns
         found = tensor_lists.gradients(columns.handle)
         if 0 not in columns.plain_mask or columns.has_shards or tensor_lists.OTHER in found.accesses:
             return False
@@ -707,7 +714,7 @@ class Record:
         Args:
             is_seen: True if `norm` is from `whole_norm`, so that no gradient was written since the check.
         """
-        columns = self.columns
+        columns = self.rows.columns
         if self.found is None or not is_seen:
             self.found = self._found_now()
         if columns.has_plain:
@@ -752,7 +759,7 @@ class Record:
         self.take_gradients()
         self.refuse_written_kept()
         is_seen, norm = not self._has_moved(), None if self.found is None else self.found.norm
-        columns, was_clipped = self.columns, self.clip is not None
+        columns, was_clipped = self.rows.columns, self.clip is not None
         with torch.no_grad():
             for row, one in enumerate(columns.beside):
                 if not isinstance(one, Master):
@@ -789,7 +796,7 @@ class Record:
 
         At a scale of 1 the next backward adds to them, and the wrapper's buckets take no other type.
         """
-        for one in self.columns.beside if self.rows.makes_masters and self.ranks.has_wrappers() else ():
+        for one in self.rows.columns.beside if self.rows.makes_masters and self.ranks.has_wrappers() else ():
             if isinstance(one, Master) and one.param.grad is not None:
                 one.param.grad = one.param.grad.to(one.param.dtype)
 
@@ -809,7 +816,7 @@ class Record:
         """
         if self.kept is not None:
             self.kept = None
-            tensor_lists.discard_gradients([p for p in self.columns.copies or () if p is not None])
+            tensor_lists.discard_gradients([p for p in self.rows.columns.copies or () if p is not None])
         self.found = self.clip = None
         self.passed = None
         self.has_left = may_be_left

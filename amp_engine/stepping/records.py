@@ -262,12 +262,12 @@ class Records:
     def look_at_unseen(self, record: Record, is_stepping: bool = False) -> None:
         """Before a step or a clipping: check gradients that came or were written since the last check.
 
-        In a CUDA graph only a step of the kernels can be skipped, and no other gradients are looked at.
+        In a CUDA graph only a step of the kernels can be skipped, and no other gradients are looked at. Call after a
+        scan.
 
         Args:
             is_stepping: as in `Record.is_unseen`.
         """
-        record.rows.scan()
         if record.state is not State.IDLE or not record.is_unseen(is_stepping):
             if is_stepping:
                 record.forget_gone()
@@ -298,7 +298,7 @@ class Records:
         """
         readable = [one for one in records if one.can_look()]
         if readable:
-            self._conclude(readable, backward, Record.look, tells=tells)
+            self._conclude(readable, backward, self._checks(backward), Record.look, tells=tells)
 
     def close_into(self, record: Record) -> None:
         """Unscale all scaled gradients of the parameters of `record`, before a step or a read."""
@@ -335,16 +335,16 @@ class Records:
         """
         unscaled: set[int] | None = set() if len(records) > 1 else None
         check = self._checks(backward)
-        is_open = all(one.is_in_body for one in records)
         try:
             self._conclude(
                 records,
                 backward,
+                check,
                 lambda one, of: one.close(of, check, unscaled, keeps=not self.events.closed.observers),
                 delay_overflow_check=delay_overflow_check,
             )
         except BaseException:  # such as out of memory: no gradient may stay scaled, or come unchecked to a step
-            is_open = is_open and all(one.is_in_body for one in records)
+            is_open = all(one.is_in_body for one in records)
             for one in records:
                 if is_open:
                     one.put_back()
@@ -357,12 +357,15 @@ class Records:
         return scaler.dynamic or scaler is self._of_one or self.scaling.skips is not Skips.NEVER
 
     def _checks(self, backward: Backward) -> bool:
-        return self._skips(backward.scaler) or backward.loss_id not in self.scaling.reported
+        """Decide whether an overflow skips, and return True if one is recorded."""
+        backward.skips = self._skips(backward.scaler)
+        return backward.skips or backward.loss_id not in self.scaling.reported
 
     def _conclude(
         self,
         records: Sequence[Record],
         backward: Backward,
+        check: bool,
         look: Callable[[Record, Backward], list[Any]],
         *,
         delay_overflow_check: bool = False,
@@ -371,11 +374,13 @@ class Records:
         """Check the gradients of `records` by `look`, then decide together and update the scale.
 
         If ranks must agree, the scale is updated when it is read, or when the step needs the decision.
+
+        Args:
+            check: True if an overflow is recorded.
+            tells: True to tell observers that gradients are as the step will find them.
         """
         scaler = backward.scaler
         scaler.settle()
-        backward.skips = self._skips(scaler)
-        check = self._checks(backward)
         # Ranks do not agree on an overflow that is only reported: a rank that has reported one stops checking, and
         # the others would wait for it. Most processes have no ranks, and skip the list of groups.
         agrees = backward.skips and has_ranks()
@@ -494,11 +499,7 @@ class Body(ContextOfLoss):
         self._hook_of_loss: RemovableHandle | None = None  # on the unscaled loss, until the exit
         self._is_left = False  # True from the exit on
         self._has_begun = False  # True once a backward of the scaled loss has begun
-        self._has_passed_by = False  # True if a backward of the unscaled loss began before any of the scaled loss
         self._is_on_its_way = False  # True while a backward of the scaled loss has not reached the unscaled loss
-        # Marks of gradients, taken when a backward of the unscaled loss begins after one of the scaled loss.
-        self._passed: list[tensor_lists.GradientMarks] | None = None
-        self._is_mixed = False  # True if a backward of the unscaled loss left gradients
         self._others: list[tuple[Record, tensor_lists.GradientMarks]] = []  # of optimizers that are not listed
 
     def __enter__(self) -> Tensor:
@@ -538,7 +539,6 @@ class Body(ContextOfLoss):
         if self._is_left:
             self._refuse_late()
             return
-        self._look_at_passed()
         if not self._has_begun:
             everyone = self._owner.all
             if len(everyone) > len(self._records) and not self._backward.snapshot.is_identity:
@@ -550,22 +550,14 @@ class Body(ContextOfLoss):
 
     @disable_dynamo
     def _pass_by(self, grad: Tensor) -> None:
-        if not self._has_begun:
-            self._has_passed_by = True
-            for one in self._records:
-                one.begin()
-        elif not self._is_on_its_way:
-            self._look_at_passed()
-            self._passed = [tensor_lists.gradient_marks(one.columns.handle) for one in self._records]
+        """Raise AmpStateError in a backward of the unscaled loss."""
+        if not self._is_on_its_way:
+            raise AmpStateError(
+                "backward() was called on the loss that was passed to amp.scale_loss, so its gradients are not scaled.  "
+                "Nothing was added to any.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
+                "scaled_loss.backward(); run torch.autograd.grad(loss, ...) before the `with`."
+            )
         self._is_on_its_way = False
-
-    def _look_at_passed(self) -> None:
-        """Record if a backward of the unscaled loss left gradients. `torch.autograd.grad` leaves none."""
-        if self._has_passed_by and not self._has_begun:
-            self._is_mixed |= any(one.has_arrived() for one in self._records)
-        elif self._passed is not None:
-            self._is_mixed |= any(marks.have_moved() for marks in self._passed)
-            self._passed = None
 
     def _put_back(self) -> None:
         for one, before in self._others:
@@ -574,19 +566,9 @@ class Body(ContextOfLoss):
         for one in self._records:
             one.put_back()
 
-    def _refuse_unscaled(self) -> None:
-        """Raise AmpStateError if a backward of the unscaled loss left gradients."""
-        self._look_at_passed()
-        if self._is_mixed:
-            raise AmpStateError(
-                "backward() was called on the loss that was passed to amp.scale_loss, so its gradients are not scaled, "
-                "and were put back.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
-                "scaled_loss.backward()."
-            )
-
     def _warn_of_unscaled(self) -> None:
-        """Warn if gradients came without a backward of the scaled or the unscaled loss."""
-        if self._has_begun or self._has_passed_by or self._hook is None or self._backward.snapshot.is_identity:
+        """Warn if gradients came without a backward of the scaled loss."""
+        if self._has_begun or self._hook is None or self._backward.snapshot.is_identity:
             return
         for one in self._records:
             if one.has_arrived_unseen():
@@ -629,7 +611,6 @@ class Body(ContextOfLoss):
             if kind is not None:
                 self._put_back()
                 return
-            self._refuse_unscaled()
             self._refuse_graph()
             self._warn_of_unscaled()
             for one in self._records:

@@ -232,7 +232,6 @@ class StepHook:
     def _prepare(self) -> None:
         """Unscale gradients that are still scaled. Raises AmpStateError in the body of a `scale_loss` of theirs."""
         record = self._record
-        record.settle()
         if record.is_in_body and not self._owner.is_rehearsal:
             raise AmpStateError(
                 f"{type(record.optimizer).__name__}.step() was called inside of the "

@@ -554,8 +554,8 @@ class Body(ContextOfLoss):
         if not self._is_on_its_way:
             raise AmpStateError(
                 "backward() was called on the loss that was passed to amp.scale_loss, so its gradients would not be "
-                "scaled.  Nothing was added to any.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
-                "scaled_loss.backward(); run torch.autograd.grad(loss, ...) before the `with`."
+                "scaled.  Nothing was added to any.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and "
+                "call scaled_loss.backward(); run torch.autograd.grad(loss, ...) before the `with`."
             )
         self._is_on_its_way = False
 

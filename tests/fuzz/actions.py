@@ -364,7 +364,7 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
     ref.deferred.discard(o)
     if world.record(o).clip is not None:
         ref.deferred.add(o)
-    if o in ref.deferred or any(p.grad is not None and p.grad.dtype != torch.float32 for p in params) and again:
+    if o in ref.deferred:
         ref.widen(o)
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, plain)
     if o not in ref.deferred:

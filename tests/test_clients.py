@@ -33,6 +33,11 @@ def test_losses_without_any_rounding_are_refused(level):
     assert judge_losses("O0", FALLING, 0.0) == ""
 
 
+def test_plain_bfloat16_has_to_leave_the_losses_of_o0():
+    assert "the updates are not small" in judge_losses("bfloat16", FALLING, 0.049)
+    assert judge_losses("bfloat16", FALLING, 0.051) == ""
+
+
 def test_a_baseline_that_does_not_learn_is_refused():
     assert "does not learn" in judge_losses("O0", [2.0] * 48, 0.0)
 
@@ -85,7 +90,7 @@ def test_every_run_comes_after_those_it_is_compared_with():
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_every_client_has_its_program_and_exact_pins(client):
     assert (HERE / client.program).is_file()
-    lines = (HERE / f"requirements-{client.name}.txt").read_text().splitlines()
+    lines = (HERE / f"requirements-{client.requirements}.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert "torch==2.13.0" in pins
     assert all("==" in pin.partition(";")[0] for pin in pins)

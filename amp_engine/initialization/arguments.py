@@ -168,8 +168,8 @@ def check_models(
     """
     ids = set(map(id, changed))
     for model in models:
-        is_ddp = isinstance(model, DistributedDataParallel)
-        if isinstance(model, nn.DataParallel) or (is_ddp and any(id(p) in ids for p in model.parameters())):
+        is_wrapped = isinstance(model, DistributedDataParallel) and policy.cast_model_type in LOW_PRECISION
+        if isinstance(model, nn.DataParallel) or (is_wrapped and any(id(p) in ids for p in model.parameters())):
             wrapper = type(model).__name__
             raise AmpStateError(
                 f"Incoming model is an instance of {type(model)}. Parallel wrappers should only be applied to the "

@@ -159,6 +159,76 @@ def test_beside_masters_it_is_refused_and_nothing_has_changed(keywords: dict[str
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+class AcceleratesShape(Optimizer):
+    """Groups and state are those inside, asked for each time."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters = weights_of(optimizer)  # what it only looks at
+
+    @property  # type: ignore[override]
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class LightningsShape:
+    """All that is not its own is the optimizer's inside, whose class its class inherits."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Lightning", (LightningsShape, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("wrap", [AcceleratesShape, LightningsShape])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_beside_masters_one_that_keeps_nothing_steps_as_the_optimizer_inside(
+    level: str, wrap: Any, name: str, with_closure: bool
+) -> None:
+    ended = []
+    for is_wrapped in (False, True):
+        model = MLP.model()
+        bare = INNER[name](model.parameters())
+        optimizer = wrap(bare) if is_wrapped else bare
+        returned = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+        assert returned[1] is optimizer
+        hooks: list[Any] = []
+        if wrap is LightningsShape:
+            optimizer.register_step_pre_hook(lambda *_, hooks=hooks: hooks.append("called"))
+        for index in range(4):
+            bare.zero_grad()
+
+            def closure(model: nn.Module = model, index: int = index) -> Any:
+                loss = MLP.loss(model, MLP.batch(index))
+                loss.backward()
+                return loss
+
+            if not with_closure:
+                closure()
+            amp.clip_grad_norm_(optimizer, 1e-2)
+            optimizer.step(closure if with_closure else None)
+        assert len(hooks) == (4 if wrap is LightningsShape else 0)
+        ended.append([*masters(bare), *model.parameters()])
+        amp.close()
+        assert not any("amp" in key for key in vars(optimizer))
+    assert_bitwise(ended[0], ended[1])
+    assert not torch.equal(ended[0][0], MLP.model()[0].weight)
+
+
 @both
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("level", FREE_LEVELS)

@@ -2,7 +2,17 @@
 
 import accelerate
 from accelerate import Accelerator
-from common import WORLD_SIZE, SAVED_AT, LONG, NextCharacter, arguments, check_ranks_agree, cross_entropy, next_characters, report
+from common import (
+    LONG,
+    SAVED_AT,
+    WORLD_SIZE,
+    NextCharacter,
+    arguments,
+    check_ranks_agree,
+    cross_entropy,
+    next_characters,
+    report,
+)
 from torch.utils.data import DataLoader
 
 from amp_engine import amp

@@ -1,7 +1,7 @@
 """A model in bfloat16 through Lightning: automatic optimization, which steps by closures, manual, or Fabric."""
 
 import torchvision_operators  # noqa: F401  (before lightning, which imports torchvision)
-from common import SAVED_AT, LONG, NextCharacter, arguments, cross_entropy, next_characters, report
+from common import LONG, SAVED_AT, NextCharacter, arguments, cross_entropy, next_characters, report
 from lightning import __version__
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer

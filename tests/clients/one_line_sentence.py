@@ -14,7 +14,7 @@ from amp_engine import amp
 
 BATCH = 16
 LENGTH = 160
-RATE = 2e-4
+RATE = 5e-4
 
 
 def texts(count: int) -> list[list[str]]:
@@ -62,12 +62,15 @@ def main() -> None:
             use_cpu=True,
             max_steps=LONG,
             per_device_train_batch_size=BATCH,
+            lr_scheduler_type="constant",
             save_strategy="no",
             disable_tqdm=True,
             report_to=[],
             seed=0,
         ),
-        train_dataset=Dataset.from_dict(dict(zip(("anchor", "positive"), map(list, zip(*pairs, strict=True)), strict=True))),
+        train_dataset=Dataset.from_dict(
+            dict(zip(("anchor", "positive"), map(list, zip(*pairs, strict=True)), strict=True))
+        ),
         loss=loss,
         optimizers=(optimizer, None),
     )

@@ -3,7 +3,7 @@
 import torch
 import torchvision_operators  # noqa: F401  (before transformers, which imports torchvision)
 import transformers
-from common import CHARACTERS, SAVED_AT, LONG, arguments, report, text_windows
+from common import CHARACTERS, LONG, SAVED_AT, arguments, report, text_windows
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from amp_engine import amp

@@ -1,15 +1,15 @@
 """Train through third-party programs: `make clients`, `make clients ARGS="timm lightning"`, or `ARGS="--turn 7"`.
 
-Some know apex, and are unmodified; others train through `amp_engine.integrations`; those of one_line_*.py have one line
-more, `model, optimizer = amp.initialize(model, optimizer, opt_level="O5")`, and a model that came in bfloat16.
+Some know apex, and are unmodified; others train through `amp_engine.integrations`; in those of one_line_*.py one line,
+`model, optimizer = amp.initialize(model, optimizer, opt_level="O5")`, gives masters to a model that came in bfloat16.
 
-Each has an environment of its own in build/clients with pinned packages and the amp_engine of this tree, and trains a
-small model on the CPU at every level that it supports, by `python -m amp_engine.apex program.py`; the variant `ranks`
-on two ranks, by torchrun. A row is one such run:
+Each has an environment in build/clients, those of one_line_*.py one together, with pinned packages and the amp_engine
+of this tree, and trains a small model on the CPU at every level that it supports, by `python -m amp_engine.apex
+program.py`; variants that begin with `ranks` on two ranks, by torchrun. A row is one such run:
 
 * O0 has to learn;
 * O1 and O2 have to follow its losses within 0.01, O4 and O5, in bfloat16, within 0.05; O3 has to stay finite;
-* plain bfloat16, in one_line_*.py, has not to follow them: its updates are too small;
+* plain bfloat16, in one_line_*.py, has to leave them by more than 0.05, as a control: its small updates are lost;
 * training resumed from the client's own checkpoint has to repeat the losses of the run that was not, bit for bit, and
   to find the loss scale and the count of clean steps where the client saves them.
 

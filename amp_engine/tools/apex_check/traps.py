@@ -78,7 +78,7 @@ class Traps:
                 continue
             owner, closure = ast.unparse(call.func.value), _argument(call, 0, "closure")
             if owner in optimizers and closure is not None and not isinstance(closure, ast.Constant):
-                yield call, f"a closure is refused at O1, O2 and O5, as in apex: run it first, then {owner}.step()"
+                yield call, f"a closure is refused at O1 and O2, as in apex: run it first, then {owner}.step()"
 
     def _products_with_weights(self) -> Iterator[tuple[ast.expr, str]]:
         if self._levels and self._levels <= {"O0", *_FUNCTION_LEVELS}:

@@ -99,7 +99,15 @@ def averaged_weights(model: nn.Module, averaged: nn.Module) -> Iterator[None]:
 
 def _write(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.data.copy_(value)  # does not increment the version, so that masters do not follow
+        present = tensor.data  # a write into it does not increment the version, so that masters do not follow
+        if _is_expanded(tensor):  # each element of its memory is written once
+            once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+            present, value = present[once], value[once]
+        present.copy_(value)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and 0 in tensor.stride()
 
 
 def _paired(model: nn.Module, averaged: nn.Module) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
@@ -138,6 +146,8 @@ def _widen(twin: nn.Module, model: nn.Module) -> None:
             copy.grad = None
         if is_low_precision(copy):
             copy.data = exact.to(copy.device, torch.float32, copy=True)
+        elif _is_expanded(copy):  # torch's average writes buffers
+            copy.data = copy.data.contiguous()
     for module in twin.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants its weights in one chunk again

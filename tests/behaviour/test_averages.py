@@ -240,6 +240,25 @@ def test_an_average_of_torchs_and_a_copy_stand_in_too() -> None:
         assert_bitwise(dict(amp_saved), state(other))
 
 
+@pytest.mark.parametrize("kind", ["averaged", "copy"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_expanded_buffer_takes_the_average_and_comes_back(level: str, kind: str) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("odd", torch.full((1, 4), 2.0).expand(3, 4))
+    optimizer = adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level)
+    averaged = amp.averaged_model(model, optimizer, use_buffers=True) if kind == "averaged" else copy.deepcopy(model)
+    for index in range(2) if kind == "averaged" else ():
+        model.odd[:1].fill_(2.0 + index)
+        averaged.update_parameters(model)
+    model.odd[:1].fill_(5.0)
+    expected = 2.0 if kind == "copy" else float(averaged.module.odd[0, 0])
+    assert expected < 3.0
+    with amp.averaged_weights(model, averaged):
+        assert bool((model.odd == expected).all())
+    assert bool((model.odd == 5.0).all())
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_error_in_the_body_leaves_the_model_as_it_was(level: str) -> None:
     model, _, averaged = trained_with_average(level)

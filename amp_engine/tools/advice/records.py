@@ -70,7 +70,7 @@ class Trial:
         machine: the device of the trial, in words.
         lacks: the instructions for `dtype` that a CPU lacks and so emulates; None if it lacks none, or on a GPU.
         out_of_time: True if the trial was ended before its last step because of the deadline.
-        error: the end of the script's output if the script failed, else None.
+        error: exit status and number of steps, and the end of the script's output, if the script failed; else None.
         obstacle: the reason why a script without `initialize` cannot be tried, in words; None if it can.
     """
 

@@ -98,9 +98,7 @@ def advise(
 
         base = tried(1, BASE, steps)
         if base.error is not None:
-            raise AmpStateError(
-                f"{BASE} failed, with which the other levels are compared.  The script printed:\n{base.error}"
-            )
+            raise AmpStateError(f"{BASE} failed, with which the other levels are compared:\n{base.error}")
         if base.obstacle is not None:
             raise AmpStateError(_NOT_PLAIN.format(obstacle=base.obstacle))
         if not any(base.losses):
@@ -171,8 +169,10 @@ def judged(trial: Trial | None, task: Task, status: int | None, printed: str) ->
             f"({trial.level} was ended: it had not done a step, or did not end after its last one, when its time was "
             "over.  Give it more --seconds; training in processes of its own, as with mp.spawn, is not followed.)"
         )
-    elif not lines:
-        lines.append(f"(nothing was printed; the exit status is {status})")
+    else:
+        how = f"exit status {status}" if status >= 0 else f"ended by signal {-status}"
+        printed = "it printed:" if lines else "nothing was printed"
+        lines.insert(0, f"({how} after {trial.steps} of {task.steps} steps; {printed})")
     return dataclasses.replace(trial, error="\n".join(lines))
 
 

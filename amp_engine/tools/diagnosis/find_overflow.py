@@ -380,10 +380,9 @@ def find_overflow(engine: Engine, step_fn: Callable[[], Any], loss_scale: float 
             batch is run once more at the present scale.
 
     Returns:
-        A record; `str()` is a sentence. Gradients, buffers, loss scales and the global generators of torch, Python
-        and NumPy are restored, and so are objects that step_fn refers to: averages and other modules, schedulers,
-        other optimizers, generators. An iterator that step_fn takes a batch from is not restored. Code that
-        torch.compile compiled runs uncompiled; code that torch.jit compiled counts as one operation.
+        A record; `str()` is a sentence. Loss scales, generators and all that step_fn, models and optimizers reach
+        are put back: weights, gradients, buffers, containers, attributes. An iterator that step_fn takes a batch from
+        is not. Code that torch.compile compiled runs uncompiled; code that torch.jit compiled counts as one operation.
 
     Reads the arguments and results of every operation and waits for the device at each, so it takes many times as
     long as a step. All ranks must call it together. Raises AmpStateError before `initialize` and with
@@ -418,8 +417,9 @@ def _found(engine: Engine, step_fn: Callable[[], Any], loss_scale: float | None)
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """This rank's part of the floating tensors that are not empty; for sparse tensors, the stored values."""
-    found = [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point()]
+    """This rank's part of the floating tensors that have values; for sparse tensors, the stored values."""
+    of_floats = (one for one in tensors if one is not None and one.is_floating_point() and not one.is_meta)
+    found = [local_of(one.detach()) for one in of_floats]
     return [one for one in map(stored, found) if one.numel()]
 
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import sys
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amp_engine.ground.random_state import random_state, set_random_state
-from amp_engine.ground.reachable import ITEMS, reachable
+from amp_engine.ground.reachable import globals_of, reachable, slots_of
 from amp_engine.ground.torch_private import lazy_clone
+
+_VISITED = 200_000  # objects: fifteen for each module
+_CELL: Any = types.CellType.__dict__["cell_contents"]  # of a variable of a closure
 
 
 def randomness(found: Iterable[object]) -> Callable[[], None]:
@@ -54,154 +55,142 @@ def randomness(found: Iterable[object]) -> Callable[[], None]:
 
 
 @contextmanager
-def put_back(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], roots: Iterable[object], params: Iterable[Tensor] = ()
-) -> Iterator[None]:
-    """At exit restore everything that a batch changes, bit for bit, in the same memory, also if the body raises.
+def put_back(roots: Iterable[object]) -> Iterator[None]:
+    """At exit restore all that `roots` reach, also if the body raises. At entry gradients become None.
 
-    Restores the models' gradients, buffers and modes; the options in the optimizers' groups; and, of the objects that
-    models, optimizers and roots refer to: generators, schedulers, GradScalers, other modules, such as averages, with
-    their parameters, other optimizers with their state, and other tensors in dictionaries and lists. At entry gradients
-    become None.
-
-    Args:
-        models: the models that run; their parameters must not be stepped inside.
-        optimizers: the optimizers whose steps do nothing inside.
-        roots: objects to search, such as a step function.
-        params: more parameters that get gradients.
+    Containers and attributes get back their items, the same objects; tensors their bits in the same memory, their
+    gradients and whether they require one; generators their states. Copies take no memory until one side is written.
+    Not restored: what iterators, files and threads hold, NumPy arrays, and tensors outside of modules that lie in
+    memory of NumPy or of several processes.
     """
-    found = reachable([*roots, *models, *optimizers])
-    modules = {id(m): m for one in (*models, *found) if isinstance(one, nn.Module) for m in one.modules()}
-    own = {id(p): p for one in models for p in one.parameters()} | {id(p): p for p in params}
-    others = {id(p): p for m in modules.values() for p in m._parameters.values() if p is not None and id(p) not in own}
-    buffers = [b for m in modules.values() for b in m._buffers.values() if b is not None]
-    looked_after = [*own.values(), *others.values(), *buffers]
+    found = reachable(roots, limit=_VISITED)
+    modules = [one for one in found if isinstance(one, nn.Module)]
+    left_alone = {id(module._parameters) for module in modules}  # in which FSDP swaps shards and whole parameters
+    tensors = [one for one in found if isinstance(one, Tensor) and not is_lazy(one)]
+    leaves = [one for one in tensors if one.is_leaf]
+    buffers = {id(buffer) for module in modules for buffer in module._buffers.values()}
+    memories: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
     with ExitStack() as stack:
         stack.callback(randomness(found))
         cudnn = torch.backends.cudnn
         stack.callback(_set_cudnn, cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
-        for scheduler in found:
-            if isinstance(scheduler, (LRScheduler, torch.amp.GradScaler)):
-                stack.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
-        for optimizer in {id(one): one for one in (*optimizers, *found) if isinstance(one, Optimizer)}.values():
-            stack.callback(_restorer(optimizer, is_stepped=all(optimizer is not one for one in optimizers)))
-            looked_after += [p for group in optimizer.param_groups for p in group["params"]]
-            states = [values for values in optimizer.state.values() if isinstance(values, dict)]
-            looked_after += [value for values in states for value in values.values()]
-        for module in modules.values():
-            # By name too, because a forward may replace a buffer by another tensor.
-            stack.callback(_restore_module, module, dict(module._buffers), module.training)
-        for buffer in buffers:
-            stack.callback(_write, buffer, buffer.clone())
-        for param in others.values():
-            if not is_lazy(param):
-                stack.callback(_restore, param, _copied(param))
-        _keep_tensors(stack, found, {id(one) for one in looked_after})
-        for p in (*own.values(), *others.values()):
-            # Copies the values of views, because the next backward writes into DistributedDataParallel's buckets.
-            values = None if p.grad is None or p.grad._base is None else p.grad.clone()
-            stack.callback(_restore_gradient, p, p.grad, values)
-            p.grad = None
+        stack.callback(_write, memories)
+        for tensor in (*tensors, *(one.grad for one in leaves if one.grad is not None)):
+            _copy(memories, tensor, isinstance(tensor, nn.Parameter) or id(tensor) in buffers)
+            if tensor.layout is torch.strided and not _is_wrapper(tensor):
+                stack.callback(_place, tensor, tensor.detach())
+        for leaf in leaves:
+            stack.callback(_set_gradient, leaf, leaf.grad, leaf.requires_grad)
+            leaf.grad = None
+        for module in modules:
+            stack.callback(setattr, module, "training", module.training)
+        for one in found:
+            if isinstance(one, (dict, list, set, deque)) and id(one) not in left_alone:
+                stack.callback(_fill, one, _contents(one))
+            elif isinstance(one, types.FunctionType):
+                for cell in one.__closure__ or ():
+                    stack.callback(_set, _CELL, cell, _value(_CELL, cell))
+                for namespace, name, value in globals_of(one):
+                    stack.callback(namespace.__setitem__, name, value)
+            for slot in slots_of(one):
+                stack.callback(_set, slot, one, _value(slot, one))
         yield
 
 
-def _keep_tensors(stack: ExitStack, found: Iterable[object], known: set[int]) -> None:
-    """Restore tensors outside of `known`, as those of an average, and their entries in dictionaries and lists."""
-    for one in found:
-        if isinstance(one, (dict, list)) and type(one) in (dict, OrderedDict, defaultdict, list):
-            items = one.items() if isinstance(one, dict) else enumerate(one)
-            held = {key: value for key, value in islice(items, ITEMS) if isinstance(value, Tensor)}
-            if held:
-                stack.callback(_hold_again, one, held)
-        elif isinstance(one, Tensor) and id(one) not in known and not is_lazy(one):
-            if (copied := _copied_for_nothing(one)) is not None:
-                stack.callback(_restore, one, copied)
-            if one.is_leaf and one.requires_grad:
-                stack.callback(_restore_gradient, one, one.grad, None if one.grad is None else one.grad.clone())
+# Containers.
 
 
-def _hold_again(holder: Any, held: Mapping[Any, Tensor]) -> None:
-    for key, value in held.items():
-        if isinstance(holder, dict) or key < len(holder):
-            holder[key] = value
+def _contents(one: Any) -> list[Any]:
+    """The items of a container; keys and values in turn. Calls no method of a subclass."""
+    if isinstance(one, dict):
+        return [part for item in _base(one).items(one) for part in item]
+    return list(_base(one).__iter__(one))
 
 
-@torch.no_grad()
-def _copied(tensor: Tensor) -> Tensor:
-    copied = _copied_for_nothing(tensor)
-    return tensor.detach().clone() if copied is None else copied
+def _base(one: Any) -> Any:
+    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(one, kind))
 
 
-@torch.no_grad()
-def _copied_for_nothing(tensor: Tensor) -> Tensor | None:
-    """A copy-on-write clone, which takes no memory until it or the tensor is written; None if torch cannot make one."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if is_plain and not (tensor.is_inference() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
-        with suppress(RuntimeError):  # memory shared with other processes or an array
-            return lazy_clone(tensor.detach())
-    return None
+def _fill(one: Any, contents: Sequence[Any]) -> None:
+    """Give a container its items again, if they are others."""
+    base, present = _base(one), _contents(one)
+    if len(present) == len(contents) and all(a is b for a, b in zip(present, contents, strict=True)):
+        return
+    base.clear(one)
+    if isinstance(one, dict):
+        for key, value in zip(contents[::2], contents[1::2], strict=True):
+            base.__setitem__(one, key, value)
+    else:
+        (base.update if base is set else base.extend)(one, contents)
 
 
-@torch.no_grad()
-def _restore(tensor: Tensor, value: Tensor) -> None:
-    if tensor.shape != value.shape or tensor.dtype != value.dtype:
-        tensor.data = value
-    elif type(value) is not Tensor or value.is_meta or not torch.equal(_bits(tensor), _bits(value)):
-        tensor.copy_(value)  # copies the copy-on-write memory
+def _value(slot: Any, owner: object) -> tuple[Any, ...]:
+    """The value of a slot; none if it has none yet."""
+    try:
+        return (slot.__get__(owner),)
+    except (AttributeError, ValueError):
+        return ()
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+def _set(slot: Any, owner: object, values: tuple[Any, ...]) -> None:
+    if values:
+        slot.__set__(owner, *values)
+    elif _value(slot, owner):
+        slot.__delete__(owner)
 
 
-@torch.no_grad()
-def _write(buffer: Tensor, value: Tensor) -> None:
-    buffer.copy_(value)
+# Tensors.
 
 
-def _restore_module(module: nn.Module, buffers: Mapping[str, Tensor | None], mode: bool) -> None:
-    module._buffers.clear()
-    module._buffers.update(buffers)
-    module.training = mode
+def _copy(memories: dict[int, tuple[torch.UntypedStorage, Tensor]], tensor: Any, is_needed: bool) -> None:
+    """Add a copy of the memory of a tensor; `is_needed` also of memory that copy-on-write cannot hold."""
+    if _is_wrapper(tensor):
+        for one in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(one, Tensor):  # not a DTensor's mesh
+                _copy(memories, one, is_needed)
+        return
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.is_sparse else tensor.detach().values()
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta" or not storage.nbytes() or storage._cdata in memories:
+        return
+    try:
+        memories[storage._cdata] = storage, lazy_clone(_bytes(storage))
+    except RuntimeError:  # memory of an array, or of several processes
+        if is_needed:
+            memories[storage._cdata] = storage, _bytes(storage).clone()
 
 
-def _restore_gradient(param: Tensor, grad: Tensor | None, values: Tensor | None) -> None:
-    param.grad = grad
-    if grad is not None and values is not None:
-        _write(grad, values)
+def _is_wrapper(tensor: Tensor) -> bool:
+    """True if the values are in other tensors, as those of a DTensor."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def _restorer(optimizer: Optimizer, is_stepped: bool) -> Callable[[], None]:
-    """Return a function that restores the options of all groups, and the state of an optimizer that is stepped."""
-    groups = [
-        {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
-        for group in optimizer.param_groups
-    ]
-    state = {}
-    for param, values in optimizer.state.items():
-        if is_stepped and isinstance(values, dict):
-            state[param] = {k: (v, _copied(v) if isinstance(v, Tensor) else None) for k, v in values.items()}
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The memory, as a tensor of a version of its own: also of tensors that nothing may write."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
-    def restore() -> None:
-        for group, before in zip(optimizer.param_groups, groups, strict=False):
-            for name, value in before.items():
-                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                    _write(group[name], value)
-                else:
-                    group[name] = value
-        if not is_stepped:
-            return
-        for param in [param for param in optimizer.state if param not in state]:
-            del optimizer.state[param]
-        for param, values in state.items():
-            present = optimizer.state[param]
-            present.clear()
-            for name, (value, copied) in values.items():
-                if copied is not None:
-                    _restore(value, copied)
-                present[name] = value
 
-    return restore
+def _write(memories: dict[int, tuple[torch.UntypedStorage, Tensor]]) -> None:
+    """Write the copies back where the memory was written."""
+    for storage, copied in memories.values():
+        present = _bytes(storage)[: copied.numel()]
+        if present.shape == copied.shape and not torch.equal(present, copied):  # FSDP releases memory
+            present.copy_(copied)
+
+
+def _place(tensor: Tensor, before: Tensor) -> None:
+    """Give a tensor the memory of `before` again, if it has another, as `tensor.data = x` gives it."""
+    storages = tensor.untyped_storage(), before.untyped_storage()
+    is_same = storages[0]._cdata == storages[1]._cdata and tensor.dtype == before.dtype
+    are_alike = tensor.shape == before.shape and tensor.stride() == before.stride()
+    if not (is_same and are_alike and tensor.storage_offset() == before.storage_offset()) and storages[1].nbytes():
+        tensor.data = before
+
+
+def _set_gradient(leaf: Tensor, grad: Tensor | None, requires_grad: bool) -> None:
+    leaf.requires_grad_(requires_grad)
+    leaf.grad = grad
 
 
 def _set_cudnn(enabled: bool, benchmark: bool, deterministic: bool) -> None:

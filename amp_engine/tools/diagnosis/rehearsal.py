@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.ground.distributed import is_fsdp2
 from amp_engine.levels.policy import Policy
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.record import State
@@ -66,7 +67,7 @@ def rehearse(
     Args:
         recorder: the only observer that is notified of the batch.
         call: the name of the public function, for errors.
-        step_fn: runs the batch. Changes of the objects that it refers to are undone too.
+        step_fn: runs the batch. Changes of all that it reaches are undone too.
         models, backwards, scalers: all of the engine.
         loss_scale: the scale of dynamic scalers meanwhile, within their bounds; None keeps their own.
 
@@ -81,9 +82,14 @@ def rehearse(
                 f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
             )
         one.rows.scan()
-    optimizers, params = backwards.optimizers, [p for one in backwards.all for p in one.columns.params]
+        one.rows.follow()
+    for module in (module for model in models for module in model.modules() if is_fsdp2(module)):
+        cast(Any, module).reshard()  # shards are copied, and never whole parameters, whose memory FSDP releases
+    columns = [one.columns for one in backwards.all]
+    beside = [one for of in columns for one in (*of.params, *of.weights, *(of.copies or ()))]
     with (
-        put_back(models, optimizers, [step_fn], params),
+        _agreed(backwards),
+        put_back([step_fn, *models, *backwards.optimizers, *beside]),
         _undone(backwards, scalers),
         torch.compiler.set_stance("force_eager"),
         backwards.rehearsal() as events,
@@ -102,6 +108,16 @@ def rehearse(
             recorder.finish()
         finally:
             recorder.end()
+
+
+@contextmanager
+def _agreed(backwards: Records) -> Iterator[None]:
+    """At exit declare that masters and parameters agree, as they did at entry."""
+    try:
+        yield
+    finally:
+        for one in backwards.all:
+            one.rows.pairs.mark()
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class Trials:
 
     def compare(self, policy: RunPolicy, operations: bool = True) -> LevelComparison:
         """Run the batch under `policy`, and compare; without `operations` only the loss and the gradients."""
-        with put_back([self._model], [], [self._step_fn]), torch.enable_grad():
+        with put_back([self._model, self._step_fn]), torch.enable_grad():
             if self._reference is None:
                 self._reference = self._fitting(self._reference_policy, True)
             return self._compared(policy, self._fitting(policy, operations), self._reference)

@@ -220,8 +220,12 @@ def test_the_end_of_what_a_failed_script_printed_is_its_error():
     printed = "\n".join(f"line {i}" for i in range(100))
     error = running.judged(None, TASK, 1, printed).error
     assert error is not None
-    assert error.splitlines() == [f"line {i}" for i in range(100 - running.SHOWN_LINES, 100)]
-    assert running.judged(None, TASK, -9, " ").error == "(nothing was printed; the exit status is -9)"
+    first, *rest = error.splitlines()
+    assert first == f"(exit status 1 after 0 of {TASK.steps} steps; it printed:)"
+    assert rest == [f"line {i}" for i in range(100 - running.SHOWN_LINES, 100)]
+    short = Trial("O2", "O1", ((1.0,), (0.5,)))
+    said = f"(ended by signal 9 after 2 of {TASK.steps} steps; nothing was printed)"
+    assert running.judged(short, TASK, -9, " ").error == said
 
 
 def test_a_process_that_had_to_be_ended_failed_for_lack_of_time():

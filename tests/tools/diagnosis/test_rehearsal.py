@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import queue
 import random
+import threading
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -285,3 +290,207 @@ def test_each_level_is_compared_with_the_same_numbers_of_a_generator_of_the_user
     )
     assert compared.loss_error < 0.01
     assert torch.equal(generator.get_state(), before)
+
+
+# --- what a batch writes that no step writes ----------------------------------------------------------
+
+
+class Writing(nn.Module):
+    """A forward that writes parameters of the model, as momentum teachers, codebooks and norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 8, max_norm=0.5)
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+        self.codes = nn.Parameter(torch.randn(3, 8), requires_grad=False)
+        self.calls = 0
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+                slow.lerp_(fast.to(slow.dtype), 0.25)
+            self.codes[self.calls % 3] = x.float().mean(0).to(self.codes.dtype)
+            self.layer.weight.div_(self.layer.weight.norm())
+            self.head.weight.data = self.head.weight.data * 0.75
+        self.calls += 1
+        return self.head(torch.tanh(self.layer(x)) + self.teacher(x) + self.codes[0])
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("keywords", [{}, {"master_weights": "split"}], ids=["", "split"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_that_a_forward_writes_and_their_masters_are_put_back(
+    level: str, keywords: dict[str, Any], look: str, ranks: bool, request: pytest.FixtureRequest
+) -> None:
+    if keywords and level != "O5":
+        pytest.skip("O5 alone splits")
+    if ranks:
+        request.getfixturevalue("one_process_group")
+    found = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        with Engine() as engine:
+            model = Writing()
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+            engine.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+
+            def step(model: nn.Module = model, optimizer: Any = optimizer, engine: Engine = engine) -> None:
+                optimizer.zero_grad()
+                backward(model(torch.arange(5)).float().square().mean(), optimizer, engine=engine)
+                optimizer.step()
+
+            for index in range(3):
+                if looks and (index or not ranks):  # with ranks the first entry has masters take their parameters
+                    before = frozen([dict(model.state_dict()), model.calls])
+                    LOOKS[look](engine, step)
+                    assert_bitwise(frozen([dict(model.state_dict()), model.calls]), before)
+                step()
+            found.append(frozen([dict(model.state_dict()), optimizer.state_dict()]))
+    assert_bitwise(*found)
+
+
+class Slotted:
+    __slots__ = ("never", "value", "__hidden")
+
+    def __init__(self) -> None:
+        self.value, self.__hidden = 1, [1]
+
+    def move(self) -> None:
+        self.value += 1
+        self.__hidden = [*self.__hidden, 2]
+        self.never = 3
+
+    def state(self) -> Any:
+        return self.value, self.__hidden, hasattr(self, "never")
+
+
+COUNTS = {"global": 0}
+GLOBAL = 0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_a_batch_leaves_in_objects_of_the_user_goes(look: str, raises: bool) -> None:
+    held: Any = SimpleNamespace(
+        losses=[1.0],
+        window=deque([1, 2, 3], maxlen=3),
+        byname={"a": [1], "b": 2},
+        ordered=OrderedDict(a=1, b=2),
+        grown=defaultdict(list, {"a": [1]}),
+        counted=Counter("ab"),
+        seen={1, 2},
+        nested={"deep": [{"er": deque([1])}]},
+        slotted=Slotted(),
+        frozen=nn.Linear(2, 2),
+        nothing=None,
+    )
+    append, local = held.losses.append, 0
+
+    def state() -> Any:
+        names = ("losses", "window", "byname", "ordered", "grown", "counted", "seen", "nested", "nothing")
+        kept = [(type(getattr(held, name)), copy.deepcopy(getattr(held, name))) for name in names]
+        flags = [p.requires_grad for p in held.frozen.parameters()]
+        more = [list(held.ordered), list(held.byname), held.slotted.state(), flags, sorted(vars(held))]
+        return kept, more, local, GLOBAL, dict(COUNTS)
+
+    with Engine() as engine:
+        model = nn.Linear(4, 4)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+
+        def step() -> Tensor:
+            nonlocal local
+            global GLOBAL
+            loss = model(torch.ones(2, 4)).float().square().mean()
+            append(loss)
+            held.losses.append(loss)
+            held.window.append(loss)
+            held.byname["a"].append(loss)
+            held.byname["c"] = loss
+            del held.byname["b"]
+            held.ordered.move_to_end("a")
+            held.grown["z"].append(loss)
+            held.counted.update("abc")
+            held.seen.add(3)
+            held.nested["deep"][0]["er"].rotate(), held.nested["deep"][0]["er"].append(2)
+            held.slotted.move()
+            held.frozen.requires_grad_(False)
+            held.nothing, held.new = loss, loss
+            local += 1
+            GLOBAL += 1
+            COUNTS["global"] += 1
+            if raises:
+                raise FailingError
+            return loss
+
+        lists, before = (held.losses, held.window, held.byname["a"]), state()
+        with pytest.raises(FailingError) if raises else nullcontext():
+            LOOKS[look](engine, step)
+        assert state() == before
+        assert all(a is b for a, b in zip(lists, (held.losses, held.window, held.byname["a"]), strict=True))
+        assert not model.weight.grad_fn
+        with nullcontext() if not raises else pytest.raises(FailingError):
+            step()
+        assert len(held.losses) == 3
+
+
+def test_a_thread_and_its_queue_are_left_alone() -> None:
+    given: queue.Queue[int] = queue.Queue()
+    taken: list[int] = []
+    thread = threading.Thread(target=lambda: taken.extend(iter(given.get, -1)))
+    with Engine() as engine:
+        model = nn.Linear(4, 4)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+
+        def step() -> Tensor:
+            thread.start()
+            given.put(1)
+            given.put(-1)
+            thread.join()
+            return model(torch.ones(2, 4)).square().mean()
+
+        engine.find_overflow(step)
+        assert (thread.is_alive(), given.qsize(), given.unfinished_tasks) == (False, 0, 2)
+
+
+class Buffers(nn.Module):
+    """Has buffers that nothing can write."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kind = kind
+        with torch.inference_mode(kind == "inference"):
+            one = torch.full((1, 4), 2.0, device="meta" if kind == "meta" else "cpu")
+        self.register_buffer("odd", one.expand(3, 4) if kind == "expanded" else one)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2.0 if self.kind == "meta" else self.odd[0].clone()
+        if self.kind == "expanded" and self.training:
+            with torch.no_grad():
+                self.odd[:1].add_(1.0)
+        return self.layer(x) * factor
+
+
+@pytest.mark.parametrize("kind", ["expanded", "inference", "meta"])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_buffers_that_nothing_can_write_are_no_obstacle(level: str, look: str, kind: str) -> None:
+    with Engine() as engine:
+        model = Buffers(kind)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+        odd = model.odd
+        found = LOOKS[look](engine, lambda: model(torch.ones(2, 4)).float().square().mean())
+        assert str(found)
+        assert model.odd is odd
+        assert kind == "meta" or bool((odd == 2.0).all())
+
+
+@pytest.mark.parametrize("kind", ["expanded", "inference"])
+def test_levels_are_compared_with_such_buffers(kind: str) -> None:
+    model = Buffers(kind)
+    compared = compare_levels(model, lambda model: model(torch.ones(2, 4)).float().square().mean(), "O1")
+    assert compared.loss_error < 0.01
+    assert bool((model.odd == 2.0).all())

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from amp_engine import casting
-from amp_engine.casting import EngineCasts, patch_torch
+from amp_engine.casting import EngineCasts, locks
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground import tools
 from amp_engine.ground.dtypes import LOW_PRECISION
@@ -241,13 +241,13 @@ class Engine:
 
         Raises AmpStateError, AmpTypeError or AmpValueError, and then leaves everything as it was before the call.
         """
-        with patch_torch.changing(), ExitStack() as undo:  # one thread at a time, here and in `close`
+        with locks.install, ExitStack() as undo:  # one thread at a time, here and in `close`
             self.records.refuse_inside("initialize")
             casting.discard_interrupted()
             if not enabled:
                 self.reporter.verbosity = verbosity
                 self.policy, self._scaling.scalers = levels.DISABLED, []
-                self.function_casts.end_of(models, "enabled=False")
+                self.function_casts.note_other_level("enabled=False")
                 return models if optimizers is None else (models, optimizers)
 
             given = {
@@ -295,9 +295,7 @@ class Engine:
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
             self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, request.skips)
-            self.function_casts.follow(
-                decided, request.models, allow_banned, verbosity == 2, everywhere=request.casts_everywhere
-            )
+            self.function_casts.follow(decided, allow_banned, verbosity == 2, everywhere=request.casts_everywhere)
             if emulated:
                 self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
             for line in chain.from_iterable(map(report.fp32_parts, parts)):
@@ -350,7 +348,6 @@ class Engine:
             return Disabled(loss)
         arguments.check_loss(loss, "scale_loss", "backward()")
         casting.discard_interrupted()
-        self.function_casts.note_use(bool(self.policy.patch_torch_functions))
         scaler = self._scaling.scaler(loss_id)
         if optimizers is None and not scaler.is_identity:
             raise AmpTypeError(
@@ -772,7 +769,7 @@ class Engine:
         torch's functions are restored. Models get their own types again, with the exact values of FP32 masters, and
         lose every hook; optimizers lose theirs, and have their state in the types of these parameters.
         """
-        with patch_torch.changing():
+        with locks.install:
             self.records.refuse_inside("close")
             casting.discard_interrupted()
             self.function_casts.remove()

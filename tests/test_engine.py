@@ -289,16 +289,6 @@ def test_a_scale_that_float32_cannot_invert_is_refused(engine, given):
         start(engine, loss_scale=given)
 
 
-def test_an_engine_that_is_dropped_leaves_torch_unpatched():
-    original = torch.mm
-    engine = Engine()
-    engine.initialize(linear(), opt_level="O1", verbosity=0)
-    assert torch.mm is not original
-    del engine
-    gc.collect()
-    assert torch.mm is original
-
-
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 @pytest.mark.parametrize("where", ["optimizer", "model"])
 def test_an_initialize_that_fails_halfway_leaves_every_bit(engine, level, where):

@@ -79,6 +79,10 @@ class Casts(Protocol):
         """True if these casts are in force and not disabled in this thread."""
 
     @property
+    def is_abandoned(self) -> bool:
+        """True if the engine of these casts was freed without `close`."""
+
+    @property
     def is_disabled(self) -> bool:
         """True if these casts are disabled, in this thread or in all threads."""
 
@@ -86,19 +90,8 @@ class Casts(Protocol):
     def is_observed(self) -> bool:
         """True if each call must go through the Python wrappers, which pass it to observers."""
 
-    @property
-    def is_wanted(self) -> bool:
-        """False if these casts have ended, or their owner was freed or lacks them, as may be in a forked child."""
-
-    @property
-    def modules(self) -> list[nn.Module] | None:
-        """The live modules of these casts, which end with the last one; None if the casts last until `discard`."""
-
     def note_use(self) -> None:
         """Note that the casts were used; wrappers call this at the first call."""
 
     def tell(self, call: Call) -> None:
         """Pass `call` to the observers; wrappers call this if there are any."""
-
-    def discard(self) -> None:
-        """End these casts, now or as soon as no other thread holds a lock that the removal needs."""

@@ -11,28 +11,15 @@ from typing import Any
 import torch
 from torch.nn.modules import rnn
 
-from amp_engine.casting.locks import held_if_free
 from amp_engine.casting.patches import Patches
 from amp_engine.casting.regions import casts_here, float_region
 from amp_engine.casting.replacements import ORIGINALS
 from amp_engine.ground.torch_private import c_extension, compiled_graph_caches, fake_kernels
 
 
-def dynamo_if_free() -> AbstractContextManager[bool]:
-    """Return a context that gives True if no thread, this one included, compiles; then none starts to inside of it."""
-    lock = _compile_lock()
-    if lock is None:
-        return nullcontext(True)
-    return nullcontext(False) if lock._is_owned() else held_if_free(lock)
-
-
 def dynamo_at_rest() -> AbstractContextManager[Any]:
     """Return a context that waits until no other thread compiles; none starts to inside of it."""
-    return _compile_lock() or nullcontext()
-
-
-def _compile_lock() -> Any:
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None) or nullcontext()
 
 
 def discard_compiled() -> None:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
-from amp_engine.casting import patch_torch
-from amp_engine.casting.calls import Call
+from amp_engine.casting import in_force, locks, patch_torch
 from amp_engine.casting.function_casts import FunctionCasts, Observer
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
 from amp_engine.casting.regions import cast_region, float_region
 from amp_engine.casting.registration import Registration
-from amp_engine.errors import AmpValueError
+from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.levels import report
 from amp_engine.levels.policy import Policy
 
-_WATCHING: list[Observer] = []  # observers of all engines, for calls while no engine has casts
+_OBSERVERS: list[Observer] = []  # of all engines, for calls while no engine has casts
 
 
 class EngineCasts:
@@ -41,15 +38,13 @@ class EngineCasts:
         self._registrations: list[Registration] = []
         self._removals: list[tuple[Any, str]] = []
         self._observers: list[Observer] = []
-        self._said_ended = False
         self._casts_model_at: str | None = None  # the newest level, if it casts the model and no functions
         self._said_without = False
 
     @property
     def casts(self) -> FunctionCasts | None:
-        """The casts, from `install` until `remove` or until the last of their modules is freed; else None."""
-        casts = self._installed
-        return None if casts is None or casts.has_ended else casts
+        """The casts, from `install` until `remove`; else None."""
+        return self._installed
 
     # For a step.
 
@@ -59,20 +54,11 @@ class EngineCasts:
 
     # For a backward.
 
-    def note_use(self, wanted: bool) -> None:
-        """Note that a loss was computed. Says once if casts are `wanted` but have ended with their modules.
-
-        If nothing has used the casts yet, `initialize` was called as a switch, and the casts count as used from now on.
-        """
-        casts = self._installed
-        if casts is None:
-            return
-        if wanted and casts.has_ended:
-            if not self._said_ended:
-                self._say(report.casts_ended(casts.origin), rank0=True)
-            self._said_ended = True
-        elif not casts.were_used:
-            casts.note_use()
+    def after_backward(self) -> None:
+        """Discard casts of weights: the iteration that they were made for has ended."""
+        casts = self.casts
+        if casts is not None:
+            casts.cache.clear()
 
     def why_nothing_is_cast(self, policy: Policy | None) -> str | None:
         """Explain, for users, why nothing is cast under `policy`; None if functions are cast."""
@@ -82,23 +68,10 @@ class EngineCasts:
             return "amp.initialize() was not called.  Call amp.initialize(model, optimizer, opt_level='O1') first."
         if not policy.enabled:
             return "amp.initialize(enabled=False) casts nothing."
-        if (ended := self.why_ended(policy)) is not None:
-            return ended
         level = policy.opt_level
         if policy.cast_model_type in LOW_PRECISION:
             return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
         return f"Function casts are not on at {level}; O1 and O4 cast functions."
-
-    def why_ended(self, policy: Policy | None) -> str | None:
-        """Explain, for users, why the function casts of `policy` have ended; None if they have not, or it has none."""
-        is_over = policy is not None and policy.patch_torch_functions and self.casts is None
-        return report.casts_ended(self._installed.origin) if is_over and self._installed is not None else None
-
-    def after_backward(self) -> None:
-        """Discard casts of weights: the iteration that they were made for has ended."""
-        casts = self.casts
-        if casts is not None:
-            casts.cache.clear()
 
     # Lists.
 
@@ -148,10 +121,10 @@ class EngineCasts:
     def _change_lists(self, registrations: list[Registration], removals: list[tuple[Any, str]]) -> None:
         before = self._registrations, self._removals
         self._registrations, self._removals = registrations, removals
-        with patch_torch.changing():
+        with locks.install:
             if self.casts is not None:
                 try:
-                    self._install(self._options, self.casts.modules)
+                    self._install(self._options)
                 except BaseException:
                     self._registrations, self._removals = before
                     raise
@@ -159,44 +132,39 @@ class EngineCasts:
     # Installing.
 
     def install(
-        self,
-        dtype: torch.dtype,
-        *,
-        models: Sequence[nn.Module] = (),
-        origin: str = "amp.init()",
-        everywhere: bool = True,
-        **options: bool,
+        self, dtype: torch.dtype, *, origin: str = "amp.init()", everywhere: bool = True, **options: bool
     ) -> FunctionCasts:
-        """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts.
+        """Cast listed functions to `dtype` until `remove`, process-wide; replaces this engine's earlier casts.
 
         Args:
             everywhere: False casts in cast regions only.
             options: `enable_caching`, `allow_banned` and `verbose` of FunctionCasts.
 
-        The casts end with the last module of `models` and of the models of the earlier casts; without `models` they
-        last until `remove`.
-
-        Raises AmpValueError like `check`; then nothing has changed.
+        Raises AmpStateError or AmpValueError like `check`; then nothing has changed.
         """
-        self.check(everywhere)
-        of_casts = {**options, "dtype": dtype, "origin": origin, "everywhere": everywhere}
-        new = _modules_of(models)
-        with patch_torch.changing():  # else casts that another thread installs meanwhile would never be removed
+        with locks.install:
+            self.check(everywhere)
             before = self.casts
-            earlier = [] if before is None else before.modules
-            lasts = earlier is None or not models
-            casts = self._install(of_casts, None if earlier is None or lasts else [*earlier, *new])
-            self._said_ended = False
+            casts = self._install({**options, "dtype": dtype, "origin": origin, "everywhere": everywhere})
         if before is not None and before.dtype != dtype:
-            ids = {id(module) for module in new}
-            if earlier is None or any(id(module) not in ids for module in earlier):
-                self._say(report.casts_replaced(before.origin, origin, dtype), rank0=True)
+            self._say(report.casts_replaced(before.origin, origin, dtype), rank0=True)
         return casts
 
     def check(self, everywhere: bool) -> None:
-        """Raise AmpValueError for a wrong AMP_ENGINE_HALF, _FLOAT or _PROMOTE, or if `everywhere` differs from now."""
+        """Raise if functions cannot be cast now.
+
+        Raises AmpValueError for a wrong AMP_ENGINE_HALF, _FLOAT or _PROMOTE, or if `everywhere` differs from now, and
+        AmpStateError if another engine casts functions.
+        """
         from_environment(os.environ, self._registrations)
-        casts = self.casts
+        casts, other = self.casts, in_force.in_force()
+        if other is not None and other is not casts and not other.only_observe:
+            gc.collect()  # its engine may be garbage
+            if not other.is_abandoned:
+                raise AmpStateError(
+                    f"Another Engine casts functions ({other.origin}), process-wide, and only one can at a time.  Call "
+                    "close() on it first, or initialize all models with one Engine."
+                )
         if casts is not None and casts.everywhere != everywhere:
             here, there = ("everywhere", "model") if everywhere else ("model", "everywhere")
             raise AmpValueError(
@@ -204,26 +172,30 @@ class EngineCasts:
                 "Pass the same `casts` in each call of amp.initialize, or call amp.close() first."
             )
 
-    def follow(
-        self, policy: Policy, models: Sequence[nn.Module], allow_banned: bool, verbose: bool, everywhere: bool
-    ) -> None:
-        """Cast functions for `models`, or end casts for them alone, as `policy` says. Raises like `install`."""
+    def follow(self, policy: Policy, allow_banned: bool, verbose: bool, everywhere: bool) -> None:
+        """Cast functions as `policy` says; if it casts none, say if functions are still cast. Raises like `install`."""
         if policy.patch_torch_functions:
             self.install(
                 policy.patch_torch_functions_type or torch.float16,
                 allow_banned=allow_banned,
                 verbose=verbose,
                 origin=str(policy.opt_level),
-                models=models,
                 everywhere=everywhere,
             )
         else:
-            self.end_of(models, str(policy.opt_level))
+            self.note_other_level(str(policy.opt_level))
             if self.casts is None and policy.cast_model_type in LOW_PRECISION:
                 self._casts_model_at = str(policy.opt_level)
                 self._say_without(self._registrations)
 
-    def _install(self, options: dict[str, Any], modules: Sequence[nn.Module] | None) -> FunctionCasts:
+    def note_other_level(self, level: str) -> None:
+        """Note that a model is initialized at `level`, without function casts. Says if functions are still cast."""
+        self._casts_model_at, self._said_without = None, False
+        casts = in_force.in_force()
+        if casts is not None and not casts.only_observe:
+            self._say(report.still_casting(level, casts.origin, casts.dtype), rank0=True)
+
+    def _install(self, options: dict[str, Any]) -> FunctionCasts:
         registrations, removed = from_environment(os.environ, self._registrations)
         removals = [r for r in self._removals if not any(_names(r, added) for added in registrations)]
         casts = FunctionCasts(
@@ -232,38 +204,21 @@ class EngineCasts:
             removals=[*removed, *removals],
             emit=self._say,
             observers=self._observers,
+            warns=self.casts is None or not self.casts.were_used,
+            owner=self,
         )
-        casts.belong_to(self, modules)
-        if self.casts is not None and self.casts.were_used:
-            casts.note_use()
         casts.install()
-        # From here on a forked child keeps the new casts, and discards the earlier ones.
-        before, self._installed, self._options = self._installed, casts, options
-        self._casts_model_at = None
-        if before is not None:
-            before.remove()
+        self._installed, self._options, self._casts_model_at = casts, options, None
         return casts
 
-    def end_of(self, models: Any, level: str) -> None:
-        """End the casts for `models`, whose new `level` has no function casts. Says if functions are still cast."""
-        self._casts_model_at, self._said_without = None, False
-        if self.casts is not None and self.casts.let_go(_modules_of(models)):
-            self.remove()
-        if patch_torch.newest() is not None:
-            gc.collect()  # frees models that only cycles of references keep alive
-        patch_torch.discard_switches()
-        newest = patch_torch.newest()
-        if newest is not None:
-            newest.note_use()
-            self._say(report.still_casting(level, newest.origin, newest.dtype), rank0=True)
-
     def remove(self) -> None:
-        """End the casts and restore torch's functions."""
-        with patch_torch.changing():
+        """End the casts, or those of an engine that was freed without `close`, and restore torch's functions."""
+        with locks.install:
             self._casts_model_at, self._said_without = None, False
-            if self._installed is not None:
-                self._installed.remove()
-                self._installed = None
+            casts = in_force.in_force()
+            if casts is not None and (casts is self._installed or casts.is_abandoned):
+                patch_torch.install(_observing())
+            self._installed = None
 
     def enabled(self) -> AbstractContextManager[None]:
         """Return a context in which this thread casts functions, if there are casts. Nests."""
@@ -275,48 +230,29 @@ class EngineCasts:
 
     @contextmanager
     def observed(self, tell: Observer) -> Iterator[None]:
-        """Pass each call to the method `tell`, also under casts installed meanwhile, and while there are none."""
-        told = _weakly(tell)
-        try:
+        """Pass each call to `tell`, also under casts installed meanwhile, and while there are none."""
+        with locks.install:
             self._observers.append(tell)
-            _WATCHING.append(told)
-            with patch_torch.changing():
-                patch_torch.tell_native()
-                patch_torch.watch(FunctionCasts(torch.float16, observers=_WATCHING, only_observe=True))
+            _OBSERVERS.append(tell)
+            if in_force.in_force() is None:
+                patch_torch.install(_observing())
+            patch_torch.tell_native()
+        try:
             yield
         finally:
-            for observers, observer in ((_WATCHING, told), (self._observers, tell)):
-                with suppress(ValueError):
-                    observers.remove(observer)
-            patch_torch.tell_native()
-            patch_torch.remove_discarded()
+            with locks.install:
+                self._observers.remove(tell)
+                _OBSERVERS.remove(tell)
+                casts = in_force.in_force()
+                if casts is not None and casts.only_observe and not _OBSERVERS:
+                    patch_torch.install(None)
+                patch_torch.tell_native()
 
 
-def _stop_watching() -> None:
-    """Stop observing in a forked child: its calls do not reach the parent, and it may lack the thread that explains."""
-    if _WATCHING:
-        _WATCHING.clear()
-        patch_torch.remove_discarded()
-
-
-os.register_at_fork(after_in_child=_stop_watching)
-
-
-def _weakly(tell: Observer) -> Observer:
-    """Return an observer that does not keep the explanation, which may be dropped before its exit, nor its engine."""
-    ref = weakref.WeakMethod(tell)
-
-    def told(call: Call) -> None:
-        if (tell := ref()) is not None:
-            tell(call)
-
-    return told
+def _observing() -> FunctionCasts | None:
+    """Return casts that only observe; None without observers."""
+    return FunctionCasts(torch.float16, observers=_OBSERVERS, only_observe=True) if _OBSERVERS else None
 
 
 def _names(removal: tuple[Any, str], registration: Registration) -> bool:
     return removal[0] is registration.module and removal[1] == registration.name
-
-
-def _modules_of(models: Any) -> list[nn.Module]:
-    listed = models if isinstance(models, (list, tuple)) else [models]
-    return [module for model in listed if isinstance(model, nn.Module) for module in model.modules()]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from amp_engine.casting import in_force, locks, patch_torch
 from amp_engine.casting.cache import NativeWeightCache, WeightCache
@@ -41,6 +39,8 @@ class FunctionCasts:
         origin: the level or call that switched the casts on, for messages.
         everywhere: True to cast also outside of all regions; False to cast in cast regions only.
         only_observe: cast nothing, but pass each call to the observers.
+        warns: warn at the first call if it is made inside of torch.autocast.
+        owner: the engine; referred to weakly.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class FunctionCasts:
         origin: str = "FunctionCasts",
         everywhere: bool = True,
         only_observe: bool = False,
+        warns: bool = False,
+        owner: Any = None,
     ) -> None:
         self.dtype = dtype
         self.enable_caching = enable_caching
@@ -74,68 +76,22 @@ class FunctionCasts:
         self.origin = origin
         self.everywhere = everywhere
         self.only_observe = only_observe
-        self.has_ended = False
-        self.were_used = True  # False only from `belong_to` with modules to the first use
-        self._owner: weakref.ref[Any] | None = None
-        self._modules: dict[int, weakref.ref[nn.Module]] | None = None  # by id, as a class may compare by value
-
-    def belong_to(self, owner: Any, modules: Iterable[nn.Module] | None) -> None:
-        """End these casts when `owner` or, unless `modules` is None, the last of `modules` is freed.
-
-        Call it once, before `install`. The owner has these casts as its attribute `casts`, and removes them.
-
-        `modules` has all modules of the models, because a module may be taken out of its model, put into another, and
-        used without it. If all modules are freed before anything was cast, `initialize` was called as a switch, and
-        the casts last until they are removed.
-        """
-        this = weakref.ref(self)
-
-        def forget(ref: weakref.KeyedRef[int, nn.Module]) -> None:
-            casts = this()
-            if casts is not None and casts._modules is not None:
-                casts._modules.pop(ref.key, None)
-                if not casts._modules and casts.were_used:
-                    casts.discard()
-
-        def end(ref: weakref.ref[Any]) -> None:
-            casts = this()
-            if casts is not None:
-                casts.discard()
-
-        if modules is not None:
-            self._modules = {id(module): weakref.KeyedRef(module, forget, id(module)) for module in modules}
-            self.were_used = False
-        self._owner = weakref.ref(owner, end)
+        self.were_used = not warns
+        self.owner = None if owner is None else weakref.ref(owner)
 
     def note_use(self) -> None:
-        """Note that the casts were used. Until then calls go through the Python wrappers, which call this."""
+        """Note that the casts were used. Until then calls go through the Python wrappers, which call this and warn."""
         self.were_used = True
         patch_torch.tell_native()
 
     @property
-    def is_wanted(self) -> bool:
-        """False if these casts have ended, or their owner was freed or lacks them, as may be in a forked child."""
-        owner = None if self._owner is None else self._owner()
-        return not self.has_ended and (self._owner is None or (owner is not None and owner.casts is self))
-
-    @property
-    def modules(self) -> list[nn.Module] | None:
-        """The live modules of these casts, which end with the last one; None if the casts last until `discard`."""
-        if self._modules is None:
-            return None
-        return [module for ref in list(self._modules.values()) if (module := ref()) is not None]
-
-    def let_go(self, modules: Iterable[nn.Module]) -> bool:
-        """Forget these modules. True if no module is left: the caller should then remove the casts."""
-        if self._modules is None:
-            return False
-        for module in modules:
-            self._modules.pop(id(module), None)
-        return not self._modules
+    def is_abandoned(self) -> bool:
+        """True if the engine of these casts was freed without `close`."""
+        return self.owner is not None and self.owner() is None
 
     @property
     def is_active(self) -> bool:
-        """True if these casts are the newest installed ones, and not disabled in this thread."""
+        """True if these casts are in force, and not disabled in this thread."""
         return in_force.current() is self
 
     @property
@@ -157,29 +113,24 @@ class FunctionCasts:
 
     @property
     def installed(self) -> bool:
-        """True if torch is patched for these casts, or will be when newer ones are removed."""
-        return self in in_force.STACK
+        """True if torch is patched for these casts."""
+        return in_force.in_force() is self
 
     def install(self) -> None:
-        """Patch torch. Does nothing if installed."""
-        if not self.installed:
-            patch_torch.install(self)
+        """Patch torch for these casts, in the place of those in force."""
+        patch_torch.install(self)
 
     def remove(self) -> None:
-        """Restore torch, or the casts that were in force before. Does nothing if not installed."""
-        patch_torch.remove(self)
-
-    def discard(self) -> None:
-        """Remove the casts, for a finalizer: does not wait for another thread, but may leave the removal to it."""
-        self.has_ended = True
-        if not sys.is_finalizing():
-            patch_torch.discard(self)
+        """Restore torch. Does nothing if not installed."""
+        with locks.install:
+            if self.installed:
+                patch_torch.install(None)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Cast nothing inside, in any thread. Nests."""
         # Guards of compiled code see the region, not the count.
-        region = float_region() if in_force.in_force(self) else nullcontext()
+        region = float_region() if self.installed else nullcontext()
         if torch.compiler.is_compiling():  # Dynamo cannot trace locks
             with region:
                 yield

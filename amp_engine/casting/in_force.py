@@ -1,48 +1,41 @@
-"""The installed casts. The newest of them are in force: torch is patched for them."""
+"""The casts in force: torch is patched for them."""
 
 from __future__ import annotations
 
 from amp_engine.casting.calls import Casts
 
-STACK: list[Casts] = []
-"""The installed casts of every engine, the newest last. Only `patch_torch` changes it."""
 
-
-def in_force(casts: Casts) -> bool:
-    """True if `casts` are the newest installed ones."""
-    try:
-        return STACK[-1] is casts
-    except IndexError:
-        return False
-
-
-def is_installed() -> bool:
-    """True if any casts are installed, switched on or off."""
-    return len(STACK) > 0  # bool(STACK) breaks graphs in torch 2.11
-
-
-class _Watch:
+class _InForce:
     casts: Casts | None = None
 
 
-def set_watching(casts: Casts | None) -> None:
-    """Make `casts`, which only observe, or None current while no casts are installed."""
-    _Watch.casts = casts
+def put_in_force(casts: Casts | None) -> None:
+    """Make `casts` those in force. Only `patch_torch` calls this."""
+    _InForce.casts = casts
 
 
-def watching() -> Casts | None:
-    """Return the casts of `set_watching`."""
-    return _Watch.casts
+def in_force() -> Casts | None:
+    """Return the casts in force, switched on or off."""
+    return _InForce.casts
+
+
+def is_installed() -> bool:
+    """True if functions are cast, switched on or off."""
+    casts = _InForce.casts
+    return casts is not None and not casts.only_observe
+
+
+def discard_weight_casts() -> None:
+    """Have weights cast anew that were written without moving their versions."""
+    if _InForce.casts is not None:
+        _InForce.casts.cache.clear()
 
 
 def current() -> Casts | None:
-    """Return the casts in force, or None if they are disabled; `watching()` while no casts are installed.
+    """Return the casts in force, or None if they are disabled.
 
     Patched functions call this at each call, so that one that was kept, as by `self.act = F.gelu`, follows the engine
     through another `initialize` and acts as the original after `close`.
     """
-    try:
-        casts = STACK[-1]
-    except IndexError:
-        return _Watch.casts
-    return None if casts.is_disabled else casts
+    casts = _InForce.casts
+    return casts if casts is None or casts.only_observe or not casts.is_disabled else None

@@ -1,18 +1,9 @@
-"""Patches torch for the newest casts.
-
-At most one engine's casts are patched into torch. The installed casts form a stack: the newest are in force. When they
-are removed, the next newest are patched in; without any, torch is as it was found.
-"""
+"""Patches torch for the casts in force; without any, torch is as it was found."""
 
 from __future__ import annotations
 
 import inspect
-import os
 import pkgutil
-import sys
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -36,10 +27,9 @@ from amp_engine.casting.compiled import (
     compile_as_autocast,
     discard_compiled,
     dynamo_at_rest,
-    dynamo_if_free,
     know_originals,
 )
-from amp_engine.casting.in_force import STACK, current, in_force, set_watching, watching
+from amp_engine.casting.in_force import current, in_force, is_installed, put_in_force
 from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, CastLists
 from amp_engine.casting.patches import Patches
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
@@ -49,94 +39,20 @@ from amp_engine.kernels.choice import CASTS
 
 _LISTED = tuple((pkgutil.resolve_name(name), lists) for name, lists in NAMESPACES)
 _WRITTEN_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-_discarded: deque[Casts] = deque()
 _patches = Patches()
 
 
-@contextmanager
-def changing() -> Iterator[None]:
-    """Hold `locks.install` inside; afterwards remove casts that finalizers in other threads discarded meanwhile."""
-    try:
-        with locks.install.lock:
-            _applying.finish()
-            yield
-    finally:
-        remove_discarded()
-
-
-def install(casts: Casts) -> None:
-    """Put `casts` in force. If that fails, the earlier casts stay in force."""
-    with changing():
-        STACK.append(casts)
+def install(casts: Casts | None) -> None:
+    """Put `casts` in force in the place of those before; None restores torch. If that fails, nothing has changed."""
+    with locks.install:
+        before = in_force()
         try:
-            _applying.apply_newest()
+            _apply(casts)
         except BaseException:
-            _take_out(casts)
+            _apply(before)
             raise
-
-
-def remove(casts: Casts) -> None:
-    """Take `casts` out of force and put the next newest in force. Does nothing if they are not installed."""
-    with changing():
-        _take_out(casts)
-
-
-def discard(casts: Casts) -> None:
-    """Remove `casts`, for finalizers, which may run at any allocation: waits for no other thread.
-
-    If another thread holds a lock that the removal needs, that thread removes the casts. While Dynamo compiles, they
-    stay until the next garbage collection, optimizer step or call that concerns casts, as their removal discards
-    Dynamo's caches.
-    """
-    _discarded.append(casts)
-    remove_discarded()
-
-
-def remove_discarded() -> None:
-    """Remove casts that finalizers could not remove under a lock, and casts that only observe but have no observers.
-
-    Call it after a lock is released.
-    """
-    while (_discarded or _is_unobserved()) and not locks.is_shared_held_here():
-        with locks.held_if_free(locks.install.lock) as is_held, dynamo_if_free() as is_free:
-            if not (is_held and is_free):
-                return
-            if _discarded:
-                _take_out(_discarded.popleft())
-            elif _is_unobserved():
-                set_watching(None)
-                if not STACK:
-                    _applying.apply_newest()
-
-
-def _is_unobserved() -> bool:
-    casts = watching()
-    return casts is not None and not casts.is_observed
-
-
-def discard_switches() -> None:
-    """Remove casts, of any engine, whose modules were all freed before anything was cast."""
-    for casts in list(STACK):
-        if casts.modules == []:
-            casts.discard()
-
-
-def watch(casts: Casts) -> None:
-    """Pass calls to `casts`, which only observe, while no casts are installed and `casts` have observers.
-
-    Does nothing if other casts already observe. Call it under `changing`.
-    """
-    if watching() is None:
-        with dynamo_at_rest():
-            set_watching(casts)
-            if not STACK:
-                _applying.apply_newest()
-
-
-def newest() -> Casts | None:
-    """Return the casts in force, switched on or off, after removing discarded ones; None if there are none."""
-    remove_discarded()
-    return STACK[-1] if STACK else None
+        if before is not None and before is not casts:
+            before.cache.clear()
 
 
 def tell_native() -> None:
@@ -144,89 +60,30 @@ def tell_native() -> None:
     if CASTS is None:
         return
     with locks.shared:
-        casts = STACK[-1] if STACK else watching()
+        casts = in_force()
         cache = None if casts is None or casts.is_disabled_everywhere else casts.cache.native
         if casts is None or cache is None:
             CASTS.put_out_of_force()
         else:
             through_python = casts.only_observe or casts.is_observed or not casts.were_used
             CASTS.put_in_force(casts.dtype, cache, casts.enable_caching, through_python, casts.everywhere)
-    remove_discarded()
 
 
-def _take_out(casts: Casts) -> None:
-    if casts in STACK:
-        if in_force(casts):
-            _applying.is_outdated = True  # before an interrupt can come
-        STACK.remove(casts)
-        _applying.finish()
-        casts.cache.clear()
-
-
-class _Applying:
-    """Patches torch for the newest casts, and again if a garbage collection ends an engine meanwhile."""
-
-    def __init__(self) -> None:
-        self.is_outdated = False  # True if torch is patched for other casts than the newest
-        self._is_within = False
-        self._has_cast = False  # True while compiled code may have casts in it
-        os.register_at_fork(after_in_child=self._repair)
-
-    def apply_newest(self) -> None:
-        """Patch torch for the newest casts, under `locks.install`. A nested call leaves that to the outer call."""
-        self.is_outdated = True
-        while self.is_outdated and not self._is_within:
-            self.is_outdated, self._is_within = False, True
-            try:
-                _apply_newest(discards=self._has_cast or bool(STACK))
-                self._has_cast = bool(STACK)
-            except BaseException:
-                self.is_outdated = True
-                raise
-            finally:
-                self._is_within = False
-
-    def finish(self) -> None:
-        """Do, under `locks.install`, the patching that an exception, such as a KeyboardInterrupt, cut short."""
-        if self.is_outdated:
-            self.apply_newest()
-
-    def _repair(self) -> None:
-        """Patch torch again in a forked child, if another thread of the parent was patching it at the fork.
-
-        The child lacks that thread, so it discards casts that the thread was installing. Does not wait for Dynamo.
-        """
-        if not locks.install.was_held_by_another_thread:
-            return
-        self.is_outdated = self._is_within = False
-        STACK[:] = [casts for casts in STACK if casts.is_wanted]
+def _apply(casts: Casts | None) -> None:
+    was_cast = is_installed()
+    with dynamo_at_rest():
         _patches.undo()
-        cast_everywhere(not STACK or STACK[-1].everywhere)
-        with dynamo_if_free() as is_free:
-            if is_free and "torch._dynamo.trace_rules" in sys.modules:
-                discard_compiled()
-                know_originals()
-        _patch()
+        put_in_force(casts)
+        cast_everywhere(casts is None or casts.everywhere)
+        if was_cast or is_installed():
+            discard_compiled()
+        know_originals()
+        tell_native()
+        if casts is not None:
+            _patch(casts)
 
 
-_applying = _Applying()
-
-
-def _apply_newest(discards: bool) -> None:
-    _patches.undo()
-    cast_everywhere(not STACK or STACK[-1].everywhere)
-    if discards:
-        discard_compiled()
-    know_originals()
-    _patch()
-
-
-def _patch() -> None:
-    tell_native()
-    casts = STACK[-1] if STACK else watching()
-    if casts is None:
-        return
-    casts.cache.clear()  # weights may have been written while other casts were in force
+def _patch(casts: Casts) -> None:
     taken = _patch_registered(casts) | _patch_removed(casts)
     for namespace, lists in _LISTED:
         _patch_lists(namespace, lists, taken, casts.cache.native is not None)
@@ -236,7 +93,7 @@ def _patch() -> None:
     _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
     compile_as_autocast(_patches)
     cast_attention(_patches, current)
-    _clear_after_steps(casts)
+    _patches.on_undo(register_optimizer_step_post_hook(lambda *step: casts.cache.clear()).remove)
     _leave_saved_tensors()
     _switch_off_fast_path()
 
@@ -302,16 +159,6 @@ def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> 
     if getattr(original, "__self__", None) is owner and space is not owner:
         patched = PatchedMethod(original, patched, owner, name)
     _patches.set(owner, name, patched)
-
-
-def _clear_after_steps(casts: Casts) -> None:
-    """Discard casts of weights after each step of any optimizer, which may write them without moving versions."""
-
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        casts.cache.clear()
-        remove_discarded()
-
-    _patches.on_undo(register_optimizer_step_post_hook(after_step).remove)
 
 
 def _leave_saved_tensors() -> None:

@@ -22,7 +22,7 @@ def mark(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
 
 
 def address_of(t: Tensor) -> int:
-    """Return the address of the first element. `data_ptr()` would request to write there, which copies held memory."""
+    """Return the address of the first element. `data_ptr()` would ask to write there, which copies shared memory."""
     return int(data_address(t) + t.storage_offset() * t.element_size())
 
 

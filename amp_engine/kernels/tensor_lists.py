@@ -37,5 +37,5 @@ discard_gradients = TENSOR_LISTS.discard_gradients
 
 
 def asks_for_gradients(params: Sequence[Tensor]) -> bool:
-    """True if a class of `params` has a `.grad` of its own, as masters do, which `gradients` would bypass."""
+    """True if a class of `params` has a `.grad` of its own, which `gradients` would bypass."""
     return any(getattr(kind, "grad", _GRAD) is not _GRAD for kind in set(map(type, params)))

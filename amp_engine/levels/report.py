@@ -112,11 +112,10 @@ def _some(names: Sequence[str]) -> str:
 
 def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
     """Message: function casts are process-wide, so they reach a model that was initialized without them."""
-    until = f" while a model that was initialized at {origin}, or a module of it, is there" if origin in BRIEFS else ""
     return (
-        f"Warning:  {origin} goes on casting functions to {dtype_name(dtype)}, process-wide{until}.  What is "
-        f"initialized now ({level}) computes in {dtype_name(dtype)} as well.  Call amp.close() before "
-        "amp.initialize(...), or close() on the Engine of that model."
+        f"Warning:  {origin} goes on casting functions to {dtype_name(dtype)}, process-wide.  What is initialized now "
+        f"({level}) computes in {dtype_name(dtype)} as well.  Call amp.close() before amp.initialize(...), or close() "
+        "on the Engine that casts."
     )
 
 
@@ -135,15 +134,6 @@ def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
         f"Warning:  an engine casts functions to one type, so that earlier models ({origin}) compute in "
         f"{dtype_name(dtype)} from now on ({new}).  Call amp.close() before amp.initialize(...) if they are done, or "
         "initialize all of them at one level."
-    )
-
-
-def casts_ended(origin: str) -> str:
-    """Message: training goes on without the modules that were initialized."""
-    return (
-        f"Note:  the model that was initialized at {origin} is gone, with every module in it, and with it the function "
-        "casts: what runs now is not cast.  A deepcopy does not count.  Keep the model, or call amp.initialize with "
-        "what took its place."
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
+from amp_engine.casting.in_force import discard_weight_casts
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.initialization.cast_model import CastInputs, without_casts
@@ -104,6 +105,7 @@ def _write(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
             once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
             present, value = present[once], value[once]
         present.copy_(value)
+    discard_weight_casts()
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -10,13 +10,13 @@ from types import FrameType
 
 import torch
 
-from amp_engine.casting import locks, patch_torch
+from amp_engine.casting import locks
 from amp_engine.casting.calls import Call
 from amp_engine.casting.function_casts import Observer
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.dtypes import dtype_name
-from amp_engine.tools.page.page import Page, Paged, Sentence, Table, Verbatim
+from amp_engine.tools.page.page import Page, Paged, Table, Verbatim
 
 _USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"
 
@@ -53,15 +53,10 @@ class Explanation(Paged):
 
     Args:
         watch: returns a context in which a method, `tell`, gets each call.
-        why_ended: returns the reason why functions are no longer cast, or None.
     """
 
-    def __init__(
-        self, watch: Callable[[Observer], AbstractContextManager[None]], why_ended: Callable[[], str | None]
-    ) -> None:
+    def __init__(self, watch: Callable[[Observer], AbstractContextManager[None]]) -> None:
         self._watch = watch
-        self._why_ended = why_ended
-        self._note: str | None = None
         self._counts: dict[tuple[str, str, torch.dtype | None], list[int]] = {}
         self._open: AbstractContextManager[None] | None = None
         self._entered = False
@@ -76,7 +71,6 @@ class Explanation(Paged):
 
     def __exit__(self, *error: object) -> None:
         assert self._open is not None
-        self._note = self._why_ended()
         self._open.__exit__(None, None, None)
         self._open = None
 
@@ -90,25 +84,21 @@ class Explanation(Paged):
             counts = self._counts.setdefault(key, [0, 0, 0, 0])
             for i, more in enumerate((1, len(call.casts), call.cached, moved)):
                 counts[i] += more
-        patch_torch.remove_discarded()
 
     @property
     def records(self) -> list[Record]:
         """The records so far, sorted by bytes moved, then by calls, largest first."""
         with locks.shared:
             records = [Record(*key, *counts) for key, counts in self._counts.items()]
-        patch_torch.remove_discarded()
         return sorted(records, key=lambda r: (-r.bytes_moved, -r.calls, r.function, str(r.dtype)))
 
     def _page(self) -> Page:
         if not self._entered:
             return Page.of(Verbatim(f"Nothing is explained yet.  {_USE}"))
         records = self.records
-        note = self._why_ended() if self._open is not None else self._note
-        notes = [Sentence(note)] if note else []
         if not records:
-            return Page.of(*notes, Verbatim(f"No listed function was seen.  {_NOTHING_RAN}"))
-        return Page.of(*notes, Table(_rows(records), _HEAD, numbers=range(3, len(_HEAD)), has_total=True))
+            return Page.of(Verbatim(f"No listed function was seen.  {_NOTHING_RAN}"))
+        return Page.of(Table(_rows(records), _HEAD, numbers=range(3, len(_HEAD)), has_total=True))
 
 
 def explain(engine: Engine) -> Explanation:
@@ -120,7 +110,7 @@ def explain(engine: Engine) -> Explanation:
     recorded. At the other levels there are no casts to count, and compiled code may be compiled once more. Can be
     nested. Python runs at each call, so do not time the iterations. No host sync.
     """
-    return Explanation(engine.function_casts.observed, lambda: engine.function_casts.why_ended(engine.policy))
+    return Explanation(engine.function_casts.observed)
 
 
 _ROOMS = ("initialization", "kernels", "saving", "scaling", "stepping", "tools.diagnosis", "tools.telemetry")

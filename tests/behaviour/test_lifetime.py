@@ -1,25 +1,20 @@
-"""Function casts end with the last model that they are for. Until then other levels say that they go on."""
+"""Function casts are one engine's, until its `close`. Until then other levels say that they go on."""
 
 from __future__ import annotations
 
 import collections
-import copy
 import gc
-import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from amp_engine import Engine, amp
-from amp_engine.casting.engine_casts import EngineCasts
+from amp_engine import AmpStateError, Engine, amp
 from tests.models import MLP
-from tests.support import CAST_LEVELS, FUNCTION_LEVELS, HALF, LEVELS, STAND_IN, backward, train
+from tests.support import CAST_LEVELS, FUNCTION_LEVELS, HALF, LEVELS, train
 
 ONES = torch.ones(2, 2)
 MM = torch.mm
@@ -49,194 +44,54 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# --- what ends them -------------------------------------------------------------------------------
+# --- how long they last ---------------------------------------------------------------------------
 
 
-def test_casts_end_with_their_model(level: str) -> None:
+def test_casts_last_until_close(level: str) -> None:
     model, optimizer = started(level)
+    amp.register_half_function(torch, "tanh")
+    del model, optimizer
+    gc.collect()
     assert is_cast()
-    del model
+    assert torch.tanh(ONES).dtype == HALF[level]
+    amp.close()
     assert not is_cast()
-    assert amp.current_engine().function_casts.casts is None
+    assert torch.tanh(ONES).dtype == torch.float32
     assert not hasattr(amp._amp_state, "handle")
 
 
-@pytest.mark.parametrize("later", CAST_LEVELS)
-def test_a_later_model_computes_as_its_level_says(level: str, later: str) -> None:
-    truth = MLP.loss(fresh(1)[0], MLP.batch()).item()
-    model, optimizer = started(level)
-    del model, optimizer
-    model, optimizer = fresh(1)
-    amp.initialize(model, optimizer, opt_level=later, verbosity=0)
-    assert torch.mm is MM
-    if later == "O0":
-        assert MLP.loss(model, MLP.batch()).item() == truth
-
-
-def test_a_model_that_amp_is_not_enabled_for_computes_as_it_is(level: str) -> None:
-    model, optimizer = started(level)
-    del model, optimizer
-    model, optimizer = fresh()
-    amp.initialize(model, optimizer, enabled=False, verbosity=0)
+def test_a_second_engine_is_refused_and_changes_nothing(level: str) -> None:
+    other_level = {"O1": "O4", "O4": "O1"}[level]
+    first, _ = started(level)
+    with Engine() as engine:
+        model, optimizer = fresh(1)
+        for _ in range(2):
+            with pytest.raises(AmpStateError, match=rf"Another Engine casts functions \({level}\).*close\(\)"):
+                engine.initialize(model, optimizer, opt_level=other_level, verbosity=0)
+            assert engine.policy is None
+            assert torch.mm(ONES, ONES).dtype == HALF[level]
+        engine.initialize(model, optimizer, opt_level="O0", verbosity=0)
+        amp.close()
+        engine.initialize(fresh(2)[0], opt_level=other_level, verbosity=0)
+        assert torch.mm(ONES, ONES).dtype == HALF[other_level]
     assert not is_cast()
-    assert model(MLP.batch()[0]).dtype == torch.float32
 
 
-def test_a_model_in_a_cycle_is_over_when_it_is_collected(level: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = started(level)
-    object.__setattr__(model, "itself", model)
+@pytest.mark.parametrize("what", ["close", "initialize"])
+def test_casts_of_an_engine_that_was_freed_without_close_end_with_the_next_call(what: str, level: str) -> None:
     gc.disable()
     try:
-        del model, optimizer
-        assert is_cast()
-        amp.initialize(fresh()[0], opt_level="O0")  # which looks
+        engine: Any = Engine()
+        engine.itself = engine
+        started(level, engine)
+        del engine
+        if what == "initialize":
+            started(level)
+            assert is_cast()
+        gc.collect()
+        amp.close()
     finally:
         gc.enable()
-    assert not is_cast()
-    assert "Warning" not in capsys.readouterr().out
-
-
-def test_casts_end_with_the_last_of_several_models(level: str) -> None:
-    models = [MLP.model(i) for i in range(3)]
-    amp.initialize(models, opt_level=level, verbosity=0)
-    while models:
-        assert is_cast()
-        models.pop()
-    assert not is_cast()
-
-
-def test_casts_end_with_the_last_model_of_several_calls(level: str) -> None:
-    first, second = MLP.model(0), MLP.model(1)
-    amp.initialize(first, opt_level=level, verbosity=0)
-    amp.initialize(second, opt_level=level, verbosity=0)
-    assert is_cast()
-    del second
-    assert is_cast()
-    del first
-    assert not is_cast()
-
-
-def test_an_optimizer_alone_keeps_no_casts_and_training_on_with_it_is_told(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, optimizer = started(level, verbosity=1)
-    policy, scalers = amp.current_engine().policy, amp.current_engine().scalers
-    other = copy.deepcopy(model)
-    other.load_state_dict(model.state_dict())
-    del model
-    assert not is_cast()
-    capsys.readouterr()
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    for _ in range(2):
-        with amp.scale_loss(sum(p.square().sum() for p in weights), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    output = capsys.readouterr().out
-    assert output.count("Note:") == 1
-    assert f"the model that was initialized at {level} is gone" in output
-    assert amp.current_engine().policy is policy
-    assert amp.current_engine().scalers is scalers
-    assert amp._amp_state.opt_properties.patch_torch_functions
-    with amp.explain() as explanation:
-        other(MLP.batch()[0])
-    assert f"initialized at {level} is gone" in str(explanation)
-
-
-def test_a_deepcopy_keeps_no_casts(level: str) -> None:
-    model, _ = started(level)
-    twin = copy.deepcopy(model)
-    assert twin(MLP.batch()[0]).dtype == HALF[level]
-    del model
-    assert twin(MLP.batch()[0]).dtype == torch.float32
-
-
-def test_the_same_model_at_another_level_ends_them(level: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for options in ({"opt_level": "O0"}, {"opt_level": "O5"}, {"enabled": False}):
-        model = MLP.model()
-        amp.initialize(model, opt_level=level, verbosity=0)
-        assert is_cast()
-        amp.initialize(model, **options)
-        assert not is_cast()
-        assert "Warning" not in capsys.readouterr().out
-
-
-def test_a_model_around_the_same_modules_decides_for_them(level: str) -> None:
-    model = MLP.model()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    whole = nn.Sequential(model, nn.Linear(4, 4))
-    amp.initialize(whole, opt_level="O0", verbosity=0)
-    assert not is_cast()
-    amp.initialize(whole[0], opt_level=level, verbosity=0)
-    assert is_cast()
-
-
-# --- what does not --------------------------------------------------------------------------------
-
-
-def test_a_module_that_was_taken_out_of_its_model_is_enough(level: str) -> None:
-    model, _ = started(level)
-    taken = model[2]
-    del model
-    assert is_cast()
-    taken = nn.ModuleDict({"head": taken})
-    assert is_cast()
-    del taken
-    assert not is_cast()
-
-
-def test_a_wrapper_around_a_model_is_enough(level: str) -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.module(x)
-
-    wrapper = Wrapper(started(level)[0])
-    assert wrapper(MLP.batch()[0]).dtype == HALF[level]
-
-
-def test_losses_outside_of_a_model_that_lives_go_on_being_cast(level: str) -> None:
-    model, _ = started(level)
-    del _
-    low = torch.ones(2, 3, dtype=HALF[level])
-    assert F.cross_entropy(low, torch.tensor([0, 1])).dtype == torch.float32
-    assert model is not None
-
-
-def test_a_model_that_is_gone_before_anything_was_cast_was_a_switch(level: str) -> None:
-    """As in apex, the casts stay until something else is initialized."""
-    amp.initialize(MLP.model(), opt_level=level, verbosity=0)
-    gc.collect()
-    for _ in range(2):
-        assert is_cast()
-    amp.register_half_function(torch, "tanh")
-    assert torch.tanh(ONES).dtype == HALF[level]
-    amp.initialize(MLP.model(), opt_level="O0", verbosity=0)
-    assert not is_cast()
-
-
-def test_a_switch_of_one_engine_ends_with_an_initialize_of_another(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    amp.initialize(MLP.model(), opt_level=level, verbosity=0)
-    assert is_cast()
-    with Engine() as engine:
-        engine.initialize(MLP.model(), opt_level="O0")
-        assert not is_cast()
-    assert "Warning" not in capsys.readouterr().out
-
-
-def test_casts_without_a_model_last_until_close(level: str) -> None:
-    amp.initialize([], [fresh()[1]], opt_level=level, verbosity=0)
-    assert is_cast()
-    gc.collect()
-    assert is_cast()
-    model, _ = started(level)
-    del model
-    assert is_cast()
-    amp.close()
     assert not is_cast()
 
 
@@ -245,46 +100,8 @@ def test_casts_of_the_older_interface_last_until_they_are_deactivated(capsys: py
     torch.mm(ONES, ONES)
     amp.initialize(MLP.model(), opt_level="O0")
     assert is_cast()
-    assert "Warning:  amp.init() goes on casting functions to float16, process-wide.  " in capsys.readouterr().out
+    assert "Warning:  amp.init() goes on casting functions to float16, process-wide." in capsys.readouterr().out
     handle._deactivate()
-    assert not is_cast()
-
-
-def test_a_registration_while_they_are_on_changes_nothing_about_their_end(level: str) -> None:
-    model, _ = started(level)
-    amp.register_half_function(torch, "tanh")
-    assert torch.tanh(ONES).dtype == HALF[level]
-    del model
-    assert not is_cast()
-    amp.register_half_function(torch, "atan")
-    assert torch.tanh(ONES).dtype == torch.float32
-    model, _ = started(level)
-    assert torch.tanh(ONES).dtype == torch.atan(ONES).dtype == HALF[level]
-
-
-def test_a_class_whose_objects_are_equal_counts_each(level: str) -> None:
-    class Same(nn.Linear):
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = None  # type: ignore[assignment]
-
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        __hash__ = nn.Module.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            return True
-
-    first, second = Holder(), Holder()
-    amp.initialize([first, second], opt_level=level, verbosity=0)
-    assert is_cast()
-    del first
-    assert is_cast()
-    del second
     assert not is_cast()
 
 
@@ -312,14 +129,6 @@ def test_an_initialize_that_will_feel_them_says_so_once_a_call(
     assert "Warning" not in capsys.readouterr().out
 
 
-def test_a_model_under_the_name_of_the_one_before_is_free_of_its_casts(level: str) -> None:
-    """The model before is there until the call returns."""
-    model = amp.initialize(MLP.model(), opt_level=level, verbosity=0)
-    model = amp.initialize(MLP.model(), opt_level="O0", verbosity=0)
-    assert not is_cast()
-    assert model(MLP.batch()[0]).dtype == torch.float32
-
-
 def test_another_level_with_function_casts_says_that_earlier_models_change_type(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -328,62 +137,19 @@ def test_another_level_with_function_casts_says_that_earlier_models_change_type(
     amp.initialize(second, opt_level="O4")
     assert "earlier models (O1) compute in bfloat16 from now on (O4)" in capsys.readouterr().out
     assert first(MLP.batch()[0]).dtype == torch.bfloat16
-    amp.initialize([first, second], opt_level="O1")
+    amp.initialize(MLP.model(), opt_level="O4")
     assert "Warning" not in capsys.readouterr().out
 
 
 # --- engines, threads, graphs ---------------------------------------------------------------------
 
 
-def test_each_engine_ends_its_own(level: str, capsys: pytest.CaptureFixture[str]) -> None:
-    other_level = {"O1": "O4", "O4": "O1"}[level]
-    with Engine() as one, Engine() as other:
-        first, second = started(level, one)[0], started(other_level, other)[0]
-        assert torch.mm(ONES, ONES).dtype == HALF[other_level]
-        del second
-        assert torch.mm(ONES, ONES).dtype == HALF[level]
-        amp.initialize(MLP.model(), opt_level="O0")
-        assert f"{level} goes on casting" in capsys.readouterr().out
-        del first
-        assert not is_cast()
-
-
-def test_a_model_that_goes_in_another_thread_ends_them(level: str) -> None:
-    models = [started(level)[0]]
-    thread = threading.Thread(target=models.clear)
-    thread.start()
-    thread.join(WAIT)
-    assert not is_cast()
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_model_that_goes_while_another_one_is_initialized_ends_only_its_own(
-    level: str, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models = [started(level)[0]]
-    install: Callable[..., Any] = EngineCasts._install
-
-    def installed(*args: Any) -> Any:
-        if moment == "before":
-            models.clear()
-        casts = install(*args)
-        models.clear()
-        return casts
-
-    monkeypatch.setattr(EngineCasts, "_install", installed)
-    model = MLP.model()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    assert is_cast()
-    del model
-    assert not is_cast()
-
-
-def test_a_graph_that_outlives_its_model_runs_backward(level: str) -> None:
+def test_a_graph_that_outlives_the_casts_runs_backward(level: str) -> None:
     model, optimizer = started(level)
     loss = MLP.loss(model, MLP.batch())
     weights = list(model.parameters())
     expected = torch.autograd.grad(loss, weights, retain_graph=True)
-    del model
+    amp.close()
     assert not is_cast()
     assert all(map(torch.equal, torch.autograd.grad(loss, weights), expected))
 
@@ -391,7 +157,7 @@ def test_a_graph_that_outlives_its_model_runs_backward(level: str) -> None:
 def test_disable_casts_may_be_left_after_their_end(level: str) -> None:
     model, _ = started(level)
     with amp.disable_casts():
-        del model
+        amp.close()
         assert torch.mm(ONES, ONES).dtype == torch.float32
     assert not is_cast()
     model, _ = started(level)
@@ -405,25 +171,8 @@ def test_a_decorated_function_is_not_cast_after_their_end(level: str) -> None:
 
     model, _ = started(level)
     assert mine(ONES) == HALF[level]
-    del model
+    amp.close()
     assert mine(ONES) == torch.float32
-
-
-def test_a_stand_in_that_lives_is_a_model_like_any_other(level: str) -> None:
-    amp.initialize(STAND_IN, opt_level=level, verbosity=0)
-    torch.mm(ONES, ONES)
-    gc.collect()
-    assert is_cast()
-
-
-def test_a_step_after_the_end_of_the_casts_steps(level: str) -> None:
-    model, optimizer = started(level)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    weight = model[0].weight
-    before = weight.detach().clone()
-    del model
-    optimizer.step()
-    assert not torch.equal(weight, before)
 
 
 # --- nothing grows --------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from amp_engine import Engine, amp
 from tests.models import NORMED_MLP
 from tests.support import assert_bitwise, frozen, started
 
-OTHER_LEVELS = ("O1", "O2", "O4")
+# One engine at a time casts functions.
+PAIRS = [("O1", "O2"), ("O2", "O1"), ("O2", "O2"), ("O2", "O4"), ("O5", "O1"), ("O5", "O2"), ("O5", "O4")]
 
 
 @dataclass
@@ -128,8 +129,7 @@ def same(steps: Callable[[type[Run], Engine, Engine], list[Tensor]]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*finds no gradient")
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
-@pytest.mark.parametrize("other_level", OTHER_LEVELS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(("level", "other_level"), PAIRS)
 def test_bodies_of_one_engine_leave_gradients_of_the_other_alone(level: str, other_level: str, order: Any) -> None:
     def steps(kind: type[Run], first: Engine, second: Engine) -> list[Tensor]:
         one, other = kind.of(first, level, 0), Run.of(second, other_level, 1)
@@ -142,8 +142,7 @@ def test_bodies_of_one_engine_leave_gradients_of_the_other_alone(level: str, oth
 
 
 @pytest.mark.parametrize("in_module", [False, True], ids=["", "in a module"])
-@pytest.mark.parametrize("other_level", OTHER_LEVELS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("level", "other_level"), PAIRS)
 def test_what_joins_an_optimizer_of_one_engine_is_no_concern_of_the_other(
     level: str, other_level: str, in_module: bool
 ) -> None:
@@ -169,8 +168,7 @@ def test_what_joins_an_optimizer_of_one_engine_is_no_concern_of_the_other(
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
-@pytest.mark.parametrize("other_level", OTHER_LEVELS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("level", "other_level"), PAIRS)
 def test_a_model_that_an_engine_takes_in_in_the_body_of_another_is_its_own(
     level: str, other_level: str, raises: bool
 ) -> None:

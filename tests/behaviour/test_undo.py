@@ -277,21 +277,6 @@ class nothing:  # noqa: N801 - a context manager that does nothing reads like on
     def __exit__(self, *_: Any) -> None: ...
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_engines_that_patch_can_close_in_any_order(order: tuple[int, int]) -> None:
-    engines = [Engine(), Engine()]
-    models = [MLP.model(0), MLP.model(1)]
-    engines[0].initialize(models[0], opt_level="O1", verbosity=0)
-    engines[1].initialize(models[1], opt_level="O4", verbosity=0)
-    assert torch.mm(ONES, ONES).dtype == torch.bfloat16
-    engines[order[0]].close()
-    remaining = {0: torch.bfloat16, 1: torch.float16}[order[0]]
-    assert torch.mm(ONES, ONES).dtype == remaining
-    engines[order[1]].close()
-    assert torch.mm(ONES, ONES).dtype == torch.float32
-    assert patched_names() == []
-
-
 def test_an_optimizer_of_one_engine_is_refused_by_another() -> None:
     model, optimizer = fresh()
     with Engine() as one, Engine() as other:

@@ -391,17 +391,3 @@ def test_training_with_an_optimizer_that_writes_through_data_moves_the_loss() ->
             optimizer.zero_grad()
         assert losses == sorted(losses, reverse=True)
         assert len(set(losses)) == 4
-
-
-def test_casts_that_come_into_force_again_have_nothing_stale() -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    first, second = FunctionCasts(torch.float16), FunctionCasts(torch.bfloat16)
-    first.install()
-    try:
-        F.linear(torch.ones(1, 2), weight)
-        second.install()
-        weight.data.fill_(3.0)
-        second.remove()
-        assert F.linear(torch.ones(1, 2), weight).tolist() == [[6.0, 6.0]]
-    finally:
-        first.remove()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import gc
 import os
@@ -26,11 +25,9 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, Dataset
 
 from amp_engine import Engine, amp
-from amp_engine.casting import FunctionCasts, in_force, locks, patch_torch, patches
-from amp_engine.casting.engine_casts import EngineCasts
+from amp_engine.casting import FunctionCasts, locks
 from amp_engine.casting.regions import float_region
 from amp_engine.levels import report
-from tests.conftest import patched_names
 from tests.models import MLP
 from tests.support import backward, train
 
@@ -104,119 +101,6 @@ def test_casts_that_go_while_arguments_are_looked_at_are_gone(casts: FunctionCas
     assert torch.mm(X, X).dtype in (torch.float32, casts.dtype)
 
 
-def dropped_engine(level: str = "O4") -> None:
-    """Drop an engine without closing it, in a cycle like that of one in a trainer object."""
-    engine: Any = Engine()
-    engine.itself = engine
-    engine.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
-
-
-@pytest.mark.parametrize("when", ["an engine starts", "an engine ends"])
-def test_an_engine_that_is_collected_while_torch_is_patched_leaves_nothing(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gc.collect()
-    callbacks, patch_lists = len(gc.callbacks), patch_torch._patch_lists
-    collections: list[int] = []
-
-    def collected(*args: Any) -> None:
-        patch_lists(*args)
-        if not collections:
-            collections.append(gc.collect())
-
-    gc.disable()  # but for where it is asked for
-    try:
-        dropped_engine()
-        engine = Engine()
-        with monkeypatch.context() as patch:
-            if when == "an engine starts":
-                patch.setattr(patch_torch, "_patch_lists", collected)
-            engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-            with engine.explain() as explanation:
-                torch.mm(X, X)
-            if when == "an engine ends":
-                patch.setattr(patch_torch, "_patch_lists", collected)
-            engine.close()
-        assert collections
-    finally:
-        gc.enable()
-    assert [record.calls for record in explanation.records] == [1]
-    assert (torch.mm, F.linear, Tensor.matmul) == (MM, LINEAR, MATMUL)
-    assert "data" not in vars(Tensor)
-    assert len(gc.callbacks) == callbacks
-
-
-def test_a_collection_does_not_wait_for_a_thread_that_patches_torch() -> None:
-    gc.collect()
-    gc.disable()  # but for where it is asked for
-    dropped_engine()
-    taken, done = threading.Event(), threading.Event()
-
-    def patching() -> bool:
-        with locks.install.lock:
-            taken.set()
-            return done.wait(WAIT)
-
-    def collecting() -> None:
-        assert taken.wait(WAIT)
-        gc.collect()
-        done.set()
-
-    try:
-        assert in_threads(patching, collecting)[0]
-    finally:
-        gc.enable()
-    FunctionCasts(torch.float16).remove()  # as the thread with the lock would
-    assert torch.mm is MM
-
-
-def test_a_collection_in_a_thread_that_holds_a_lock_takes_no_other() -> None:
-    explanation = amp.explain()
-    gc.collect()
-    gc.disable()
-    try:
-        dropped_engine()
-        with locks.shared:
-            gc.collect()
-            assert torch.mm is not MM
-        assert explanation.records == []  # which takes the lock, too
-        assert torch.mm is MM
-    finally:
-        gc.enable()
-
-
-def test_an_engine_that_is_collected_as_another_one_gives_its_lock_back_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gc.collect()
-    install = EngineCasts._install
-
-    def collected_elsewhere(*args: Any) -> Any:
-        casts = install(*args)  # and what was abandoned until now is removed; the lock is held still
-        in_threads(gc.collect)
-        return casts
-
-    gc.disable()
-    try:
-        dropped_engine()
-        with Engine() as engine, monkeypatch.context() as patch:
-            patch.setattr(EngineCasts, "_install", collected_elsewhere)
-            engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-            assert [engine.function_casts.casts] == in_force.STACK
-    finally:
-        gc.enable()
-    assert torch.mm is MM
-
-
-def test_casts_may_be_removed_by_two_threads() -> None:
-    casts = FunctionCasts(torch.float16)
-    casts.install()
-    patch_torch.remove(casts)
-    casts.remove()
-    assert not casts.installed
-    assert torch.mm is MM
-
-
 def test_one_engine_takes_models_in_from_two_threads_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,29 +126,6 @@ def test_one_engine_takes_models_in_from_two_threads_one_after_the_other(
     assert all(model(X).dtype == torch.bfloat16 for model in models)
     amp.close()
     assert torch.mm is MM
-
-
-def test_engines_of_two_threads_close_in_the_order_in_which_they_came() -> None:
-    first_is_there, second_is_there, first_is_gone = (threading.Event() for _ in range(3))
-
-    def first() -> torch.dtype:
-        with Engine() as engine:
-            engine.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-            first_is_there.set()
-            assert second_is_there.wait(WAIT)
-        first_is_gone.set()
-        return torch.mm(X, X).dtype
-
-    def second() -> torch.dtype:
-        assert first_is_there.wait(WAIT)
-        with Engine() as engine:
-            engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-            second_is_there.set()
-            assert first_is_gone.wait(WAIT)
-            return torch.mm(X, X).dtype
-
-    assert in_threads(first, second)[1] == torch.bfloat16
-    assert (torch.mm, F.linear, Tensor.matmul) == (MM, LINEAR, MATMUL)
 
 
 def test_a_call_in_which_its_engine_ends_and_another_starts_is_right_under_one_of_them() -> None:
@@ -538,99 +399,6 @@ def test_a_fork_waits_for_a_thread_that_holds_the_lock_of_the_casts(casts: Funct
         return os.waitpid(pid, 0)[1]
 
     assert in_threads(hold, fork)[1] == 0
-
-
-def forked_while(pause_at: str, count: int, work: Callable[[], Any], look: Callable[[], Any]) -> Any:
-    """Return the result of `look` in a child that is forked while `work` runs in another thread.
-
-    `work` is held at the call number `count` of the function `pause_at` of the patch_torch.
-    """
-    paused, go_on, calls = threading.Event(), threading.Event(), []
-    reader, writer = os.pipe()
-    with pytest.MonkeyPatch.context() as patch:
-        place = patches if pause_at == "setattr" else patch_torch
-        function = getattr(place, pause_at, None) or getattr(builtins, pause_at)
-
-        def paused_there(*args: Any) -> Any:
-            if threading.current_thread() is thread:
-                calls.append(args)
-                if len(calls) == count:
-                    paused.set()
-                    assert go_on.wait(WAIT)
-            return function(*args)
-
-        thread = threading.Thread(target=work)
-        patch.setattr(place, pause_at, paused_there, raising=False)
-        thread.start()
-        assert paused.wait(WAIT)
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(int(WAIT))  # ends a child that waits for ever
-            try:
-                os.write(writer, repr(look()).encode())
-            except BaseException:
-                os.write(writer, traceback.format_exc().encode())
-            os._exit(0)
-        go_on.set()
-        thread.join(WAIT)
-    os.waitpid(pid, 0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        return pipe.read()
-
-
-# Where patching is held: in its midst, where nothing is patched, before one of many assignments, at its end.
-PLACES = [("_patch_lists", 2), ("know_originals", 1), ("setattr", 1), ("setattr", 300), ("_switch_off_fast_path", 1)]
-
-
-def state_of_torch() -> list[Any]:
-    """Return if torch is as it ships, or patched as a whole; what functions do; and what is left after `close`."""
-    is_whole = patched_names() in ([], WHOLLY_PATCHED)
-    dtype = torch.mm(X, X).dtype
-    weight = nn.Parameter(X.clone())
-    weight.data.mul_(1.0)
-    amp.close()
-    after = patched_names(), torch.mm(X, X).dtype, any(optimizers._global_optimizer_post_hooks)
-    amp.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
-    again = patched_names() == WHOLLY_PATCHED, torch.mm(X, X).dtype
-    amp.close()
-    return [is_whole, dtype, after, again, patched_names()]
-
-
-WHOLLY_PATCHED: list[str] = []
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-@pytest.mark.parametrize(("place", "count"), PLACES, ids=str)
-@pytest.mark.parametrize("doing", ["first", "second", "own", "ends"])
-def test_a_fork_while_another_thread_patches_finds_torch_whole(doing: str, place: str, count: int) -> None:
-    """An engine starts alone or beside another one, or is initialized again: the child has what was there before.
-
-    Where casts end, theirs are gone, and those of the engine before are there.
-    """
-    low, full = torch.float16, torch.float32
-    casts = FunctionCasts(low)
-    casts.install()
-    WHOLLY_PATCHED[:] = patched_names()
-    casts.remove()
-    engine, model, other = Engine(), nn.Linear(4, 4), nn.Linear(4, 4)
-    if doing != "first":
-        amp.initialize(model, opt_level="O1", verbosity=0)
-    if doing == "ends":
-        engine.initialize(other, opt_level="O4", verbosity=0)
-
-    def work() -> None:
-        if doing == "ends":
-            engine.close()
-        elif doing == "own":
-            amp.initialize(other, opt_level="O4", verbosity=0)
-        else:
-            engine.initialize(other, opt_level="O4", verbosity=0)
-
-    seen = forked_while(place, count, work, state_of_torch)
-    before = full if doing == "first" else low
-    assert seen == repr([True, before, ([], full, False), (True, torch.bfloat16), []])
-    engine.close()
 
 
 class Activated(nn.Module):

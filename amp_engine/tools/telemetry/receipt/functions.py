@@ -31,7 +31,7 @@ def described(engine: Engine, explanation: Explanation | None) -> Functions:
     ops, note = None, why_not or ""
     if explanation is not None:
         ops = tuple(Op(**{**vars(r), "dtype": dtype_name(r.dtype) if r.dtype else None}) for r in explanation.records)
-        note = str(explanation) if not ops else engine.function_casts.why_ended(engine.policy) or ""
+        note = str(explanation) if not ops else ""
     elif why_not is None:
         note = _HOW_TO_EXPLAIN
     if casts is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from amp_engine.casting.in_force import discard_weight_casts
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import is_fsdp2
 from amp_engine.levels.policy import Policy
@@ -112,12 +113,13 @@ def rehearse(
 
 @contextmanager
 def _agreed(backwards: Records) -> Iterator[None]:
-    """At exit declare that masters and parameters agree, as they did at entry."""
+    """At exit declare that masters and parameters agree, as they did at entry, and discard casts of other values."""
     try:
         yield
     finally:
         for one in backwards.all:
             one.rows.pairs.mark()
+        discard_weight_casts()
 
 
 @contextmanager

@@ -73,6 +73,7 @@ def test_nothing_stays_and_the_run_is_the_same() -> None:
     for is_timed in (False, True):
         with Engine() as engine:
             model, optimizer = started("O2", task=MLP, engine=engine)
+            train(MLP, model, optimizer, "o", engine=engine)  # from which on overflows are traced
             before, hooks = observers(engine), list(optimizer._optimizer_step_post_hooks)
             with left_alone(model, optimizer), StepTimes(engine):
                 pass

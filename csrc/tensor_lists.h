@@ -30,8 +30,7 @@ struct Mark {
 };
 
 // The mark of a parameter's gradient. It tells if the gradient was replaced or written, as long as the gradient is
-// alive. `memory` detects writes that do not bump the version, if another tensor shares the memory as copy-on-write:
-// such a write moves the gradient to other memory.
+// alive. `memory` detects `grad.data = x`, which does not bump the version.
 struct GradientMark {
   void const* gradient;
   int64_t version;

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_engine import amp
+from amp_engine.casting.in_force import discard_weight_casts
 from amp_engine.errors import AmpStateError
 from tests.fuzz import lifecycle
 from tests.fuzz.models import KeepsState, batch
@@ -468,6 +469,8 @@ def write(tensor: Tensor, value: Tensor, how: str) -> None:
         COLLECTIVES[how](tensor)
     else:
         raise ValueError(how)
+    if how in HIDDEN:
+        discard_weight_casts()  # else not seen within an iteration
 
 
 def in_a_group(collective: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -484,8 +487,8 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce of data": in_a_group(lambda t: dist.all_reduce(t.data, async_op=True).wait()),  # type: ignore[union-attr]
     "broadcast": in_a_group(lambda t: dist.broadcast(t.detach(), 0)),
 }
-VERSIONED = ("no_grad", "element", "detach", "view", "state dict", "data replaced", *COLLECTIVES)
-HIDDEN = ("data", "numpy", "dlpack")
+VERSIONED = ("no_grad", "element", "detach", "view", "state dict", "data replaced")
+HIDDEN = ("data", "numpy", "dlpack", *COLLECTIVES)
 
 
 def values(like: Tensor, seed: int) -> Tensor:
@@ -508,9 +511,8 @@ def write_param(world: World, which: int, seed: int, how: str) -> None:
     if how == "data replaced" and name in world.ref.masters and bool((value == world.params[name]).any()):
         return  # in new memory only what differs is a write
     write(world.params[name], value, how)
-    # The reference's tensors are strangers to amp, which would follow what a collective does with them.
     plain = world.ref.params[name]
-    write(plain, values(plain, seed), "no_grad" if how in COLLECTIVES else how)
+    write(plain, values(plain, seed), how)
     if name in world.ref.masters:
         world.ref.moved.add(name)
 
@@ -520,7 +522,7 @@ def write_param_hidden(world: World, which: int, seed: int, how: str) -> None:
     """A write that moves no version. A master takes the new value in the next step that is taken."""
     name = pick(world, which)
     for params in (world.params, world.ref.params):
-        if how == "data" or params[name].dtype != torch.bfloat16:
+        if how in ("data", *COLLECTIVES) or params[name].dtype != torch.bfloat16:
             write(params[name], values(params[name], seed), how)
 
 
@@ -541,6 +543,7 @@ def write_kept_data(world: World, which: int, seed: int) -> None:
     if all(torch._C._is_alias_of(view, param) for view, param in both):  # type: ignore[attr-defined]
         for view, _ in both:
             view.copy_(values(view, seed))
+        discard_weight_casts()
 
 
 @action(2, which=MANY, seed=SEED, how=["no_grad", "detach"])
@@ -855,9 +858,10 @@ def reopen(world: World, level: str, loss_scale: float | str | None) -> None:
 
 @action(0.5, level=["O0", "O1", "O2", "O4", "O5"], keep=[0, 1])
 def start_anew(world: World, level: str, keep: int) -> None:
-    """Another model at another level without close(), as in a notebook: what was there before does not count."""
+    """Another model at another level without close(), as in a notebook, unless functions are cast until then."""
     if world.level in ("O1", "O4") and level not in ("O1", "O4"):
-        keep = 0  # or functions would still be cast
+        keep = 0
+        amp.close()  # or functions would still be cast
     old = World.__new__(World)
     old.__dict__.update(world.__dict__)
     world.__dict__.clear()

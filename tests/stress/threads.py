@@ -156,20 +156,6 @@ def test_one_engine_takes_models_in_from_several_threads_at_once() -> None:
         in_threads(*[times(2, run)] * 4)
 
 
-def test_engines_come_and_go_in_several_threads_at_once() -> None:
-    def run(level: str) -> None:
-        with Engine() as engine:
-            model = MLP.model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            engine.initialize(model, optimizer, opt_level=level, verbosity=0)
-            torch.exp(torch.mm(X, X))
-
-    for _ in range(ROUNDS):
-        in_threads(*(lambda level=level: run(level) for level in ("O1", "O4", "O1", "O4")))
-        assert (torch.mm, F.linear, Tensor.matmul) == (MM, LINEAR, MATMUL)
-        assert torch.mm(X, X).dtype == torch.float32
-
-
 def test_functions_run_in_one_thread_while_engines_come_and_go_in_another() -> None:
     """A call that starts under one engine and ends under another is right under one of them."""
 

@@ -31,9 +31,10 @@ class WeightCache:
     cast anew when its version, address or `requires_grad` has changed. A write through `weight.data` changes none of
     these.
 
-    No cast is kept while gradients are off, as it would lack the autograd edge that training needs; under
-    torch.compile, functorch or a dispatch mode, where tensors may be fakes or wrappers; and under torch.jit.trace or
-    the capture of a CUDA graph, which would record the cast as a constant.
+    No cast is kept or read while gradients are off: it would lack the autograd edge that training needs, and averages
+    go in and out through `.data` there. Nor under torch.compile, functorch or a dispatch mode, where tensors may be
+    fakes or wrappers; nor under torch.jit.trace or the capture of a CUDA graph, which would record the cast as a
+    constant.
 
     The autograd node of a cast keeps its weight alive until `clear`.
     """
@@ -69,7 +70,7 @@ class WeightCache:
             and entry.requires_grad == weight.requires_grad
             and entry.cast.dtype == dtype
         ):
-            return entry.cast if torch.is_grad_enabled() else entry.cast.detach()
+            return entry.cast
         on_cast()
         clears, version, address, requires_grad = (
             self._clears,
@@ -78,8 +79,7 @@ class WeightCache:
             weight.requires_grad,
         )
         cast = weight.to(dtype)
-        keeps = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if keeps and clears == self._clears:  # otherwise another thread may have written the weight meanwhile
+        if clears == self._clears:  # otherwise another thread may have written the weight meanwhile
             self._entries[id(weight)] = _Entry(
                 weakref.ref(weight), cast, version, cast._version, address, requires_grad
             )
@@ -122,7 +122,8 @@ class NativeWeightCache(WeightCache):
 
 def _may_keep(weight: nn.Parameter) -> bool:
     return (
-        not torch.compiler.is_compiling()
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and not devices.is_capturing(weight.device)
         and not weight.is_inference()

@@ -33,15 +33,12 @@ std::vector<at::Tensor> WeightCache::kept() const {
 }
 
 PyObject* WeightCache::find(at::Tensor const& weight, at::ScalarType low) const {
-  auto const found = entries_.find(weight.unsafeGetTensorImpl());
-  if (found == entries_.end() || !found->second.is_current(weight, low)) {
+  if (!c10::GradMode::is_enabled()) {
     return nullptr;
   }
-  Entry const& entry = found->second;
-  if (entry.requires_grad && !c10::GradMode::is_enabled()) {
-    return THPVariable_Wrap(entry.cast.detach());
-  }
-  return Py_XNewRef(entry.object.ptr());
+  auto const found = entries_.find(weight.unsafeGetTensorImpl());
+  bool const is_there = found != entries_.end() && found->second.is_current(weight, low);
+  return is_there ? Py_XNewRef(found->second.object.ptr()) : nullptr;
 }
 
 WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {

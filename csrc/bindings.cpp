@@ -171,13 +171,6 @@ py::tuple axpby_(OptionalTensors const& outputs, OptionalTensors const& xs, Opti
   return as_tuple(ListOperation().run("axpby_", xs, {.outs = &outputs, .ys = &ys, .a = a, .b = b}));
 }
 
-py::tuple l2norm(OptionalTensors const& tensors) {
-  at::Device const device = !tensors.empty() && tensors[0] ? tensors[0]->device() : at::Device(at::kCPU);
-  at::Tensor const norm = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
-  Checks const checks = ListOperation().run("l2norm", tensors, {.norm = norm});
-  return py::make_tuple(norm, checks.sum_squares.sqrt().to(at::kFloat));
-}
-
 ScaleTensors scale_tensors(at::Tensor scale, at::Tensor growth_tracker, at::Tensor found_inf, double growth_factor,
                            double backoff_factor, int growth_interval, double min_scale, double max_scale,
                            OptionalTensor hysteresis_tracker, int hysteresis, bool dynamic, OptionalTensor inv_scale_used,
@@ -285,7 +278,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "The versions that this module was compiled against, and the instruction set that it chose.");
   // amp_engine.kernels.ops documents these.
   m.def("check", &check, py::arg("tensors"));
-  m.def("l2norm", &l2norm, py::arg("tensors"));
   m.def("scale_", &scale_, py::arg("outputs"), py::arg("inputs"), py::arg("factor"));
   m.def("axpby_", &axpby_, py::arg("outputs"), py::arg("xs"), py::arg("ys"), py::arg("a"), py::arg("b"));
   m.def("cast_copy_", &cast_copy_, py::arg("outputs"), py::arg("inputs"));

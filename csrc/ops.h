@@ -53,7 +53,7 @@ struct ListArguments {
   ScaleTensors const* update = nullptr;
 };
 
-// check, scale, unscale, axpby and l2norm. An object may run many times; on a GPU each run uploads only what changed.
+// check, scale, unscale and axpby. An object may run many times; on a GPU each run uploads only what changed.
 class ListOperation {
  public:
   ListOperation();

@@ -66,7 +66,7 @@ def test_another_torch_is_told_so_in_one_line_and_what_to_type(packages, monkeyp
         module, reason = load(packages[-1], version, monkeypatch)
     assert module is None
     assert [str(line.message) for line in told] == [
-        f"amp_engine does not use its compiled kernels, only speed is lost: {reason}"
+        f"amp_engine does not use its compiled kernels: {reason}.  Until then {_native.WITHOUT}"
     ]
     assert reason == (
         f"they were compiled against torch {has}, and torch {version} is installed; run: {_native.INSTALL}"
@@ -80,7 +80,7 @@ def test_an_extension_of_a_wheel_that_does_not_load_is_told_in_one_line(packages
         raise ImportError(f"{path}: undefined symbol: _ZN3c10")
 
     monkeypatch.setattr(_native, "import_from", fail)
-    with pytest.warns(RuntimeWarning, match="only speed is lost: .*undefined symbol: _ZN3c10.*; run: pip") as told:
+    with pytest.warns(RuntimeWarning, match="does not use its compiled kernels: .*undefined symbol: _ZN3c10.*; run: pip") as told:
         assert load(packages[-1], "2.99.1", monkeypatch)[0] is None
     assert len(told) == 1
 

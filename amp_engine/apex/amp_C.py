@@ -505,8 +505,7 @@ def _step(
     n = 2 if formula.needs_state2 else 1
     states = rest[:n] if formula.needs_state1 else []
     copies = rest[n] if len(rest) > n else None
-    takes_float64 = isinstance(formula, (Adam, Adagrad, NovoGrad))
-    if takes_float64 and weights and weights[0].dtype is torch.float64:
+    if isinstance(formula, (Adam, Adagrad, NovoGrad)) and weights and weights[0].dtype is torch.float64:
         call.allowed = (torch.float64, torch.float32)
         call.check()
         both = [grads, weights, *states]

@@ -27,6 +27,7 @@ from amp_engine.ground.distributed import (
     wrappers_around,
 )
 from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks, is_low_precision
+from amp_engine.kernels import missing
 from amp_engine.levels.fsdp import check_shards
 from amp_engine.levels.policy import Policy
 from amp_engine.levels.scale_rule import DynamicLossScale
@@ -327,6 +328,9 @@ def check_narrow(
                 f"{asked} was given with a {name} at {policy.opt_level}, which has half weights without masters.  Use "
                 "amp_engine.optimizers.FusedAdam, or opt_level='O2' or 'O5'."
             )
+        for device in dict.fromkeys(p.device for group in optimizer.param_groups for p in group["params"]):
+            if (reason := missing(device)) is not None:
+                raise AmpStateError(f"{asked} needs compiled kernels, which alone step it: {reason}.  Or leave it out.")
         if steps_shards(optimizer):
             raise AmpStateError(
                 f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "

@@ -1,7 +1,8 @@
-"""Multi-tensor operations, which give the same results on every backend."""
+"""Multi-tensor operations, in plain PyTorch where nothing is compiled, and steps, which need compiled kernels."""
 
 from amp_engine.kernels.backend import Checks as Checks
 from amp_engine.kernels.choice import has_native as has_native
+from amp_engine.kernels.choice import missing as missing
 from amp_engine.kernels.formulas import FORMULAS as FORMULAS
 from amp_engine.kernels.formulas import Formula as Formula
 from amp_engine.kernels.halves import REMAINDER as REMAINDER
@@ -16,7 +17,6 @@ from amp_engine.kernels.ops import axpby_ as axpby_
 from amp_engine.kernels.ops import cast_copy_ as cast_copy_
 from amp_engine.kernels.ops import check as check
 from amp_engine.kernels.ops import clip_factor as clip_factor
-from amp_engine.kernels.ops import l2norm as l2norm
 from amp_engine.kernels.ops import nonfinite as nonfinite
 from amp_engine.kernels.ops import scale_ as scale_
 from amp_engine.kernels.ops import update_scale_ as update_scale_
@@ -40,8 +40,8 @@ __all__ = [
     "has_native",
     "is_dense",
     "is_lazy",
-    "l2norm",
     "mark",
+    "missing",
     "nonfinite",
     "same_layout",
     "scale_",

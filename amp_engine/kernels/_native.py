@@ -17,6 +17,11 @@ from amp_engine.errors import AmpRuntimeWarning
 from amp_engine.kernels.sources import digest
 
 PACKAGE = Path(__file__).parents[1]
+WITHOUT = (
+    "torch's optimizers take their own steps; the fused classes of amp_engine.optimizers, steps of amp_C, split "
+    "masters and bfloat16 moments need the kernels"
+)
+"""What is there without compiled kernels, and what is not."""
 
 
 def find(package: Path, version: str) -> Path:
@@ -70,7 +75,9 @@ def _refused(why: str) -> str:
     Other reasons give no warning: nothing was compiled, or the user switched the kernels off.
     """
     reason = f"{why}; run: {INSTALL}"
-    warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", AmpRuntimeWarning, 3)
+    warnings.warn(
+        f"amp_engine does not use its compiled kernels: {reason}.  Until then {WITHOUT}", AmpRuntimeWarning, 3
+    )
     return reason
 
 

@@ -1,4 +1,7 @@
-"""The compiled kernels by type of device, chosen once. On types without kernels plain PyTorch computes."""
+"""The compiled kernels by type of device, chosen once.
+
+On types without kernels plain PyTorch checks, scales and casts, and steps of the kernels are refused.
+"""
 
 from __future__ import annotations
 
@@ -27,3 +30,14 @@ CASTS: Any = _native.module
 def has_native(device: torch.device) -> bool:
     """True if the compiled kernels compute on `device`."""
     return device.type in NATIVE
+
+
+def missing(device: torch.device) -> str | None:
+    """Say why no compiled kernels compute on `device`, and what adds them; None if there are some."""
+    if has_native(device):
+        return None
+    if _native.module is None:
+        return _native.reason
+    if device.type == "cuda":
+        return f"none for CUDA, {_native.record.get('reason', 'nobody noted why')}; then run: {_native.INSTALL}"
+    return f"there are some for CPUs and for GPUs with CUDA, none for {device}"

@@ -1,38 +1,16 @@
-"""Hyperparameters and step of each optimizer in plain PyTorch, which the compiled kernels must match."""
+"""The hyperparameters of each optimizer that the kernels step; csrc/math/ has the arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-import torch
 from torch import Tensor
-
-from amp_engine.kernels.backend import Checks
-
-
-class State(NamedTuple):
-    """The weight and state that an update reads and returns; None for missing state. All float32, or all float64."""
-
-    weight: Tensor
-    state1: Tensor | None
-    state2: Tensor | None
-    norm: Tensor | None = None  # shape []
-
-
-class Row(NamedTuple):
-    """The other tensors that one tensor's update reads, each of shape []."""
-
-    step: Tensor  # the number of this step, from 1
-    factor: Tensor | None  # float64; the gradient is multiplied by it
-    norm: Tensor | None
-    checks: Checks | None
-    gradient_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """The hyperparameters of one parameter group, and the update that they belong to.
+    """The hyperparameters of one parameter group.
 
     Attributes:
         lr: learning rate; a float, or a float32 tensor of shape [].
@@ -40,7 +18,6 @@ class Formula:
         needs_state2: True if tensors have a second state beside the first.
         keeps_norm: True if a tensor has a norm as state.
         reads_sums: True if the step needs the norm of each gradient.
-        reads_norm_of_all: True if the step needs the norm of all gradients.
     """
 
     lr: float | Tensor
@@ -48,30 +25,11 @@ class Formula:
     needs_state2: ClassVar[bool] = False
     keeps_norm: ClassVar[bool] = False
     reads_sums: ClassVar[bool] = False
-    reads_norm_of_all: ClassVar[bool] = False
 
     @property
     def needs_state1(self) -> bool:
         """True if tensors have the first state."""
         return True
-
-    def update(self, grad: Tensor, old: State, row: Row) -> State:
-        """Compute the step of one tensor.
-
-        Args:
-            grad: of the weight's shape and type: unscaled, clipped, negated if `maximize`.
-            old: weight and state before the step.
-            row: the other inputs.
-
-        Returns:
-            Weight and state after the step; None for missing or dropped state.
-        """
-        raise NotImplementedError
-
-    def rate(self) -> float | Tensor:
-        """Return the learning rate as a float, or as a tensor if reading it would wait for a device."""
-        lr = self.lr
-        return lr if isinstance(lr, float | int) else lr.item() if lr.device.type == "cpu" else lr.double()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,26 +52,10 @@ class Adam(Formula):
     bias_correction: bool = True
     needs_state2: ClassVar[bool] = True
 
-    def update(self, grad: Tensor, old: State, row: Row) -> State:
-        """See `Formula.update`."""
-        lr = self.rate()
-        weight, exp_avg, exp_avg_sq, _ = old
-        assert exp_avg is not None
-        assert exp_avg_sq is not None
-        if self.decoupled:
-            weight = times(weight, 1 - lr * self.weight_decay)
-        else:
-            grad = grad.add(old.weight, alpha=self.weight_decay)
-        exp_avg = exp_avg.lerp(grad, 1 - self.beta1)
-        exp_avg_sq = (exp_avg_sq * self.beta2).addcmul(grad, grad, value=1 - self.beta2)
-        denominator = times(exp_avg_sq.sqrt(), _bias(self.bias_correction, row.step, self.beta2).rsqrt()).add(self.eps)
-        weight = weight - times(exp_avg / denominator, lr / _bias(self.bias_correction, row.step, self.beta1))
-        return State(weight, exp_avg, exp_avg_sq)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sgd(Formula):
-    """SGD with momentum, by the same calls as torch.optim.SGD, so that it rounds in the same places.
+    """SGD with momentum, which rounds in the same places as torch.optim.SGD.
 
     Attributes:
         momentum, dampening, nesterov: as in torch.optim.SGD.
@@ -132,22 +74,6 @@ class Sgd(Formula):
         """True if `momentum` is not 0."""
         return self.momentum != 0
 
-    def update(self, grad: Tensor, old: State, row: Row) -> State:
-        """See `Formula.update`."""
-        weight, momentum_buffer, _, _ = old
-        if self.weight_decay != 0 and not self.decay_after_momentum:
-            grad = grad.add(weight, alpha=self.weight_decay)
-        if self.momentum != 0:
-            assert momentum_buffer is not None
-            later = (momentum_buffer * self.momentum).add(grad, alpha=1 - self.dampening)
-            momentum_buffer = torch.where(row.step == 1, grad, later)
-            grad = grad.add(momentum_buffer, alpha=self.momentum) if self.nesterov else momentum_buffer
-        else:
-            momentum_buffer = None
-        if self.weight_decay != 0 and self.decay_after_momentum:
-            grad = grad.add(weight, alpha=self.weight_decay)
-        return State(minus(weight, self.rate(), grad), momentum_buffer, None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adagrad(Formula):
@@ -164,19 +90,6 @@ class Adagrad(Formula):
     weight_decay: float = 0.0
     lr_decay: float = 0.0
     decoupled: bool = False
-
-    def update(self, grad: Tensor, old: State, row: Row) -> State:
-        """See `Formula.update`."""
-        weight, total, _, _ = old
-        assert total is not None
-        if not self.decoupled:
-            grad = grad.add(weight, alpha=self.weight_decay)
-        total = total.addcmul(grad, grad)
-        update = grad / total.sqrt().add(self.eps)
-        if self.decoupled:
-            update = update.add(weight, alpha=self.weight_decay)
-        lr = self.rate() if self.lr_decay == 0 else self.rate() / (1 + (row.step.double() - 1) * self.lr_decay)
-        return State(minus(weight, lr, update), total, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,32 +119,6 @@ class NovoGrad(Formula):
     keeps_norm: ClassVar[bool] = True
     reads_sums: ClassVar[bool] = True
 
-    def update(self, grad: Tensor, old: State, row: Row) -> State:
-        """See `Formula.update`."""
-        lr, checks = self.rate(), row.checks
-        weight, exp_avg, _, norm = old
-        assert exp_avg is not None
-        assert norm is not None
-        assert checks is not None
-        size = checks.largest.double() if self.infinity_norm else checks.sum_squares.sqrt()
-        size = size * one_or(row.factor)
-        before = torch.where(row.step == 1, torch.zeros_like(size) if self.init_zero else size, norm.double())
-        if self.infinity_norm:
-            blended = self.beta2 * before + (1 - self.beta2) * size
-        else:
-            blended = (self.beta2 * before.square() + (1 - self.beta2) * size.square()).sqrt()
-        inv_denominator = (blended / _bias(self.bias_correction, row.step, self.beta2).sqrt() + self.eps).reciprocal()
-        beta3 = 1 - self.beta1 if self.grad_averaging else 1
-        inv_bias1 = _bias(self.bias_correction, row.step, self.beta1).reciprocal()
-        if self.decay_inside_moment:
-            grad = times(grad, inv_denominator).add(weight, alpha=self.weight_decay)
-            exp_avg = (exp_avg * self.beta1).add(grad, alpha=beta3)
-            update = times(exp_avg, inv_bias1)
-        else:
-            exp_avg = (exp_avg * self.beta1).add(grad, alpha=beta3)
-            update = times(exp_avg, inv_bias1 * inv_denominator).add(weight, alpha=self.weight_decay)
-        return State(minus(weight, lr, update), exp_avg, None, blended)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lamb(Formula):
@@ -259,52 +146,9 @@ class Lamb(Formula):
     use_nvlamb: bool = False
     needs_state2: ClassVar[bool] = True
     reads_sums: ClassVar[bool] = True
-    reads_norm_of_all: ClassVar[bool] = True
-
-    def update(self, grad: Tensor, old: State, row: Row) -> State:
-        """See `Formula.update`."""
-        weight, exp_avg, exp_avg_sq, _ = old
-        assert exp_avg is not None
-        assert exp_avg_sq is not None
-        if self.max_grad_norm > 0 and row.gradient_norm is not None:
-            grad = times(grad, (row.gradient_norm.double() / self.max_grad_norm).clamp(min=1).reciprocal())
-        if not self.decoupled:
-            grad = grad.add(weight, alpha=self.weight_decay)
-        exp_avg = (exp_avg * self.beta1).add(grad, alpha=1 - self.beta1 if self.grad_averaging else 1)
-        exp_avg_sq = (exp_avg_sq * self.beta2).addcmul(grad, grad, value=1 - self.beta2)
-        denominator = times(exp_avg_sq.sqrt(), _bias(self.bias_correction, row.step, self.beta2).rsqrt()).add(self.eps)
-        update = times(exp_avg, _bias(self.bias_correction, row.step, self.beta1).reciprocal()) / denominator
-        if self.decoupled:
-            update = update.add(weight, alpha=self.weight_decay)
-        lr = self.rate()
-        if self.use_nvlamb or self.weight_decay != 0:
-            of_weight, of_update = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (weight, update))
-            lr = torch.where((of_weight > 0) & (of_update > 0), of_weight / of_update, torch.ones_like(of_weight)) * lr
-        return State(minus(weight, lr, update), exp_avg, exp_avg_sq)
 
 
 FORMULAS: dict[str, type[Formula]] = {
     formula.__name__.lower(): formula for formula in (Adam, Sgd, Adagrad, NovoGrad, Lamb)
 }
 """The formulas by name, the `formula` of a `step_table`."""
-
-
-def _bias(corrects: bool, step: Tensor, beta: float) -> Tensor:
-    """Return 1 - beta**step, float64; 1 without bias correction."""
-    step = step.double()
-    return 1 - beta**step if corrects else torch.ones_like(step)
-
-
-def times(tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """Return `tensor * factor`, with the factor cast to the tensor's type: a 0-d float64 would widen a 0-d tensor."""
-    return tensor * (factor.to(tensor.dtype) if isinstance(factor, Tensor) else factor)
-
-
-def minus(weight: Tensor, lr: float | Tensor, update: Tensor) -> Tensor:
-    """Return `weight - lr * update`."""
-    return weight - times(update, lr) if isinstance(lr, Tensor) else weight.add(update, alpha=-lr)
-
-
-def one_or(factor: Tensor | None) -> Tensor | float:
-    """Return `factor`, or 1 for None."""
-    return 1.0 if factor is None else factor

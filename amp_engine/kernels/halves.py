@@ -1,4 +1,4 @@
-"""Float32 weights as two 16-bit halves, and moments in bfloat16, in plain PyTorch; csrc/math/halves.h does the same.
+"""Float32 weights as two 16-bit halves, in plain PyTorch; csrc/math/halves.h does the same in a step.
 
 A float32 is kept as the bfloat16 that it rounds to, ties to even, and the lower half of its bits. The two cannot hold
 all values: of the 65,537 values that round to an even bfloat16, two have the same lower half. So a tie below an even
@@ -38,39 +38,6 @@ def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
     is_lost = was_rounded_up & ((high & 0x7FFF) == 0)  # `split` rounds nothing up to 0
     low = torch.where(is_lost, 0, low)
     return (((high - (was_rounded_up & ~is_lost).int()) << 16) | low).view(torch.float32)
-
-
-def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 16 pseudorandom bits an element for each of two moments: int64, shaped and laid out like `like`.
-
-    The bits depend only on the step and the element's place in memory.
-
-    Args:
-        step: the number of the step, shape [].
-        like: the dense tensor that is stepped.
-    """
-    places = torch.arange(like.numel(), device=like.device).as_strided(like.shape, like.stride())
-    bits = _mixed((places + _mixed(step.long())) & 0xFFFFFFFF)
-    return bits & 0xFFFF, bits >> 16
-
-
-def by_chance(value_f32: Tensor, noise: Tensor) -> Tensor:
-    """Round to bfloat16 by 16 bits of `noise`, upwards with the probability that makes the mean exact.
-
-    Rounding to nearest would keep a second moment with beta2 = 0.999 constant: a change of a thousandth is less than
-    half of bfloat16's unit.
-    """
-    bits = (value_f32.view(torch.int32).long() & 0xFFFFFFFF) + noise
-    return _short(torch.where(value_f32.isnan(), _NAN, bits >> 16)).view(torch.bfloat16)
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Hash 32 bits in int64 by lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018, public domain)."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & 0xFFFFFFFF
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
 
 
 def _short(bits: Tensor) -> Tensor:

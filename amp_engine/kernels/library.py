@@ -34,11 +34,11 @@ def operation(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
-        reference = torch.no_grad()(function)
+        plain = torch.no_grad()(function)
 
         def computing(tensor: Tensor | None) -> Callable[..., Any]:
             module = NATIVE.get("cpu" if tensor is None else tensor.device.type)
-            return reference if module is None else getattr(module, name)
+            return plain if module is None else getattr(module, name)
 
         def compute(first: Tensor | Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Any:
             return computing(_one_of(first))(first, *args, **kwargs)

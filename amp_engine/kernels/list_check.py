@@ -59,11 +59,11 @@ class ListCheck:
         check = self._checks.get(device)
         if check is None:
             module = NATIVE.get(device.type)
-            check = self._checks[device] = _ReferenceCheck() if module is None else module.ListCheck()
+            check = self._checks[device] = _PlainCheck() if module is None else module.ListCheck()
         return check
 
 
-class _ReferenceCheck:
+class _PlainCheck:
     """A `ListCheck` in plain PyTorch, which keeps nothing from one run to the next."""
 
     @torch.no_grad()

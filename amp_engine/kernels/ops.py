@@ -1,6 +1,6 @@
 """The operations on lists of tensors. None of them waits for a device.
 
-Each body is plain PyTorch: it computes if there are no compiled kernels, and the kernels must match it.
+Each body is plain PyTorch, and computes if there are no compiled kernels.
 Wrong arguments raise AmpValueError before anything is written.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.library import fake_nothing, operation
-from amp_engine.kernels.refusals import check_lists, check_scalars, check_vector
+from amp_engine.kernels.refusals import check_lists, check_scalars
 
 _CHECKS = "(Tensor, Tensor, Tensor)"
 
@@ -26,11 +26,6 @@ def _fake_checks(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         torch.empty(n, dtype=torch.float64, device=device),
         torch.empty(n, dtype=torch.float32, device=device),
     )
-
-
-def _fake_l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    device = _device(tensors)
-    return torch.empty((), device=device), torch.empty(len(tensors), device=device)
 
 
 @torch.no_grad()
@@ -59,14 +54,6 @@ def check(tensors: Sequence[Tensor], /) -> Checks:
     """
     check_lists("check", {"tensors": tensors})
     return checks_of(tensors)
-
-
-@operation("(Tensor[] tensors) -> (Tensor, Tensor)", _fake_l2norm)
-def l2norm(tensors: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm over all of `tensors`, and of each of them: float32, shapes [] and [n]."""
-    check_lists("l2norm", {"tensors": tensors})
-    sum_squares = _sum_squares(tensors)
-    return sum_squares.sum().sqrt().float(), sum_squares.sqrt().float()
 
 
 @operation(
@@ -208,7 +195,6 @@ def update_scale_(
     check_scalars(
         "update_scale_", device, torch.int32, growth_tracker=growth_tracker, hysteresis_tracker=hysteresis_tracker
     )
-    check_vector("update_scale_", "outcome", outcome, 4, device)
     bad = found_inf != 0
     if inv_scale_used is not None:
         inv_scale_used.copy_(scale.double().reciprocal())
@@ -244,11 +230,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 def checks_of(tensors: TensorList, device: torch.device | None = None) -> Checks:
     """Compute `check` of lists that need no validation, on `device`; the findings of None are 0."""
     largest = _per_tensor(tensors, math.inf, torch.float32, device)
-    return Checks(~torch.isfinite(largest), _sum_squares(tensors, device), largest)
-
-
-def _sum_squares(tensors: TensorList, device: torch.device | None = None) -> Tensor:
-    return _per_tensor(tensors, 2, torch.float64, device).square()
+    return Checks(~torch.isfinite(largest), _per_tensor(tensors, 2, torch.float64, device).square(), largest)
 
 
 def _per_tensor(tensors: TensorList, order: float, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the reference. `csrc/checks.h` makes the same checks for the native kernels."""
+"""Checks of lists of tensors before plain PyTorch computes; the compiled kernels make their own in `csrc/checks.h`."""
 
 from __future__ import annotations
 
@@ -108,21 +108,6 @@ def check_scalars(
             raise AmpValueError(f"{op}: {name} is {_text(scalar)}{_LAZY_REFUSED}")
 
 
-def check_vector(op: str, name: str, vector: Tensor | None, n: int, device: torch.device) -> None:
-    """Raise AmpValueError if `vector` is neither None nor a contiguous float32 tensor of shape [n] on `device`."""
-    if vector is not None and (
-        vector.shape != (n,)
-        or vector.dtype is not torch.float32
-        or vector.device != device
-        or not vector.is_contiguous()
-    ):
-        raise AmpValueError(
-            f"{op}: {name} is {_text(vector)}, but must be a contiguous float32 tensor of shape [{n}] on {device}."
-        )
-    if vector is not None and is_lazy(vector):
-        raise AmpValueError(f"{op}: {name} is {_text(vector)}{_LAZY_REFUSED}")
-
-
 class _Range:
     """The addresses of a dense tensor, and its place in the lists."""
 
@@ -144,7 +129,7 @@ def _is_same(a: Tensor, b: Tensor | None) -> bool:
 
 def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in dtypes:
-        names = [dtype_name(dtype) + ", for remainders" * (dtype is torch.int16) for dtype in dtypes]
+        names = [dtype_name(dtype) for dtype in dtypes]
         allowed = ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1] + "."
         raise AmpValueError(f"{place} is {_text(tensor)}, but the type must be {allowed}")
     if tensor.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""Steps of optimizers: of a table of tensors that is stepped many times, or of tensors that are stepped once."""
+"""Steps of optimizers by the compiled kernels: of a table of tensors that is stepped many times, or of tensors once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from amp_engine.errors import AmpValueError
-from amp_engine.kernels import reference_steps
+from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels.backend import Checks, TensorList
-from amp_engine.kernels.choice import NATIVE
+from amp_engine.kernels.choice import NATIVE, missing
 from amp_engine.kernels.formulas import FORMULAS, Formula
 from amp_engine.kernels.library import call_operator, define, fake_nothing, is_traced
 
 
 class StepTable(Protocol):
-    """The tensors of one optimizer, stepped together by the compiled kernels or by reference_steps.py."""
+    """The tensors of one optimizer, stepped together by the compiled kernels."""
 
     def is_current(self) -> bool:
         """True if every tensor still has the memory that the table points to."""
@@ -85,8 +84,12 @@ def step_table(
 
     Raises:
         AmpValueError: for tensors that cannot be stepped together.
+        AmpStateError: if no compiled kernels compute on that device.
     """
-    kind = NATIVE.get(steps.device.type, reference_steps).StepTable
+    reason = missing(steps.device)
+    if reason is not None:
+        raise AmpStateError(f"A step of {formula} by amp_engine needs compiled kernels: {reason}.")
+    kind = NATIVE[steps.device.type].StepTable
     table: StepTable = kind(formula, weights, copies, state1, state2, groups, steps, norms, adopts)
     return table
 

@@ -27,10 +27,13 @@ _OF_APEX = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer that steps in one pass over gradients, weights and state, on CPU and CUDA.
+    """An optimizer that steps in one pass over gradients, weights and state, by kernels compiled for CPU and CUDA.
 
     Parameters may be float32, float16 and bfloat16, mixed; state is always float32. Under `amp.initialize` the step
     unscales, clips, skips and writes the model's half parameters in that same pass.
+
+    Without compiled kernels the constructor raises AmpStateError, a RuntimeError like apex's; `step` raises it for
+    parameters on a device without kernels.
 
     With `master_weights` it keeps float32 masters of half parameters, as `state[p]["master_param"]`. A master starts
     from its parameter at the parameter's first gradient. If other code wrote the parameter since the last step, the
@@ -42,6 +45,7 @@ class FusedOptimizer(Optimizer):
     master_weights: bool = False
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
+        self._refuse_missing_kernels(torch.device("cpu"))
         self.set_grad_none = set_grad_none
         # Marks of half parameters and their masters after their last step.
         self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -210,8 +214,18 @@ class FusedOptimizer(Optimizer):
                 if index in state:
                     state[index].setdefault(NORM, (singles if p.dtype == torch.float32 else halves).pop(0).float())
 
+    def _refuse_missing_kernels(self, device: torch.device) -> None:
+        reason = kernels.missing(device)
+        if reason is not None:
+            raise AmpStateError(
+                f"{type(self).__name__} needs compiled kernels: {reason}.  Or use an optimizer of torch.optim, which "
+                "amp.initialize gives FP32 masters as well."
+            )
+
     def _check(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Raise AmpTypeError or AmpStateError for tensors that cannot be stepped, before anything is written."""
+        for device in dict.fromkeys(p.device for p in params):
+            self._refuse_missing_kernels(device)
         for i, (p, g) in enumerate(zip(params, gradients, strict=True)):
             if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride(), strict=True)):
                 raise AmpTypeError(

@@ -29,8 +29,8 @@ _FUSED_STEPS: weakref.WeakKeyDictionary[Optimizer, FusedStep] = weakref.WeakKeyD
 def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
     """Return the FusedStep of `optimizer`, made at the first call, or None if the kernels do not know its class.
 
-    They know torch.optim's Adam, AdamW and SGD (the classes themselves, not subclasses), which need compiled kernels,
-    and this package's own optimizers.
+    They know torch.optim's Adam, AdamW and SGD (the classes themselves, not subclasses), and this package's own
+    optimizers.
     """
     fused = _FUSED_STEPS.get(optimizer)
     if fused is None:
@@ -103,7 +103,6 @@ class FusedStep:
         self._needs_state1: list[bool] = []
         self._group_sizes: list[int] = []
         self._form = StateForm(rule)
-        self.is_required = False  # True if the class's own step cannot replace a step of the reference
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
 
     @property
@@ -116,9 +115,9 @@ class FusedStep:
         """The type in which moments are kept: float32 or bfloat16."""
         return self._form.dtype
 
-    def require(self, moment_dtype: torch.dtype = torch.float32) -> None:
-        """Step also if the kernels are not compiled, and keep moments in `moment_dtype`."""
-        self.is_required, self._form.dtype = True, moment_dtype
+    def keep_moments_in(self, dtype: torch.dtype) -> None:
+        """Keep moments in `dtype`, float32 or bfloat16, from the next step on."""
+        self._form.dtype = dtype
 
     def plan(self, step: StepInput) -> StepInput | None:
         """Return `step`, with `is_current` set, if the kernels can do it, else None. No host sync."""
@@ -129,11 +128,7 @@ class FusedStep:
             return None
         is_current = self._is_current(optimizer, step.weights, step.gradients)
         step.is_current = is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self.copies))
-        if step.is_current:
-            return step
-        device = step.weights[0].device if step.weights else torch.device("cpu")
-        are_there = self._form.is_ours or self.is_required or kernels.has_native(device)
-        return step if are_there and self.obstacle(step) is None else None
+        return step if step.is_current or self.obstacle(step) is None else None
 
     def step(
         self,
@@ -189,7 +184,7 @@ class FusedStep:
         """Keep moments in float32 from now on."""
         for state in self._live_optimizer().state.values() if self._form.dtype is not torch.float32 else ():
             state.update((name, state[name].float()) for name in self._form.moments if state.get(name) is not None)
-        self.is_required, self._form.dtype = False, torch.float32
+        self._form.dtype = torch.float32
 
     def release(self) -> None:
         """Restore torch's form of the state: each count is its own tensor, on the CPU. Waits for the device."""
@@ -225,6 +220,9 @@ class FusedStep:
         optimizer = self._live_optimizer()
         if not all(map(self.rule.supports, optimizer.param_groups)):
             return "a setting of its groups is none that the kernels know"
+        for device in dict.fromkeys(w.device for w in step.weights):
+            if (reason := kernels.missing(device)) is not None:
+                return f"they are not compiled: {reason}"
         dtypes = kernels.FLOATS if self._form.is_ours else (torch.float32,)
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         copies = step.copies or [None] * len(step.weights)

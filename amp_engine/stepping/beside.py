@@ -255,10 +255,12 @@ class Adoption:
 
     It is a step of SGD with a rate of 0, of which the kernels write only what they adopt.
 
-    Raises AmpValueError for tensors that the kernels cannot take together.
+    Raises AmpValueError for tensors that the kernels cannot take together, or that are where nothing is compiled.
     """
 
     def __init__(self, masters: Sequence[Master]) -> None:
+        if (reason := kernels.missing(masters[0].weight.device)) is not None:
+            raise AmpValueError(reason)
         weights, params = [m.weight for m in masters], [m.param for m in masters]
         zeros = torch.zeros(max(w.numel() for w in weights), device=weights[0].device)
         none: list[Tensor | None] = [None] * len(weights)

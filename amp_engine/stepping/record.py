@@ -806,7 +806,7 @@ class Record:
         """Require that the kernels do each step, with moments in `moment_dtype`."""
         fused = fused_step_of(self.optimizer)
         assert fused is not None, "checked with the request"
-        fused.require(moment_dtype)
+        fused.keep_moments_in(moment_dtype)
         self.needs_kernels = True
 
     def stepped(self, may_be_left: bool) -> None:

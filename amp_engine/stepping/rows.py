@@ -292,7 +292,7 @@ class Rows:
             if known is None or known[0] is not self.columns or not known[1].is_current():
                 known = self._adoption = self.columns, Adoption(masters)
             known[1].run()
-        except AmpValueError:  # gaps in memory, another order there, several devices: nothing was written
+        except AmpValueError:  # gaps in memory, another order there, several devices, no kernels: nothing was written
             for one in masters:
                 one.follow(is_whole=False)
         self.pairs.mark()

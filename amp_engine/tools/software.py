@@ -17,7 +17,7 @@ def describe() -> Iterator[tuple[str, str]]:
     yield "Python", platform.python_version()
     yield "torch", f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"
     if _native.module is None:
-        yield "kernels", "plain PyTorch"
+        yield "kernels", f"none, so {_native.WITHOUT}"
         yield "missing", f"compiled kernels: {_native.reason}"
     else:
         info = _native.module.build_info()

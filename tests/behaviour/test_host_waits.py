@@ -1,6 +1,6 @@
-"""Without compiled kernels an iteration on a GPU asks the GPU nothing.
+"""Without compiled kernels an iteration on a GPU waits for the decision of each backward, and for nothing else.
 
-torch.optim's own steps, which then are taken, cannot skip on the GPU: the host waits for the decision of each backward.
+torch.optim's own steps, which then are taken, cannot skip on the GPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_engine import amp, optimizers
+from amp_engine import amp
 from tests.pretended_gpu import GPU, HostWaitError, PretendedGpu, pretended_gpu
 
 LEVELS = ("O1", "O2", "O5")
-OURS = ("FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad")
 # Backwards before each step, and the norm that it is clipped by.
 STEPS = [(1, 2.0), (1, math.inf), (2, 2.0), (1, 2.0)]
 BACKWARDS = sum(count for count, _ in STEPS)
@@ -49,24 +48,10 @@ def trained(gpu: PretendedGpu, level: str, make: Callable[[Any], Any], **options
     return gpu.waits
 
 
-@pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_iteration_asks_nothing(level: str, name: str) -> None:
-    with pretended_gpu() as gpu:
-        assert trained(gpu, level, partial(getattr(optimizers, name), lr=1e-2)) == 0
-
-
 @pytest.mark.parametrize("loss_scale", [128.0, "auto"])
-def test_other_scales_ask_nothing(loss_scale: Any) -> None:
+def test_other_scales_wait_no_more_often(loss_scale: Any) -> None:
     with pretended_gpu() as gpu:
-        make = partial(optimizers.FusedAdam, lr=1e-2)
-        assert trained(gpu, "O2", make, loss_scale=loss_scale) == 0
-
-
-@pytest.mark.parametrize("options", [{"master_weights": "split"}, {"moment_dtype": torch.bfloat16}], ids=str)
-def test_narrow_state_asks_nothing(options: dict[str, Any]) -> None:
-    with pretended_gpu() as gpu:
-        assert trained(gpu, "O5", partial(torch.optim.AdamW, lr=1e-2), **options) == 0
+        assert trained(gpu, "O2", partial(torch.optim.AdamW, lr=1e-2), loss_scale=loss_scale) == BACKWARDS
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
@@ -78,10 +63,8 @@ def test_a_step_of_torch_waits_for_each_decision(level: str, name: str) -> None:
 
 @pytest.mark.parametrize("is_scaled", [True, False], ids=["scale_loss", "plain"])
 @pytest.mark.parametrize("clips", [True, False], ids=["clipped", ""])
-@pytest.mark.parametrize(("make", "waits"), [(optimizers.FusedAdam, 0), (torch.optim.RMSprop, 4)])
-def test_at_o4_only_an_unknown_optimizer_waits_once_a_step(
-    make: Callable[[Any], Any], waits: int, clips: bool, is_scaled: bool
-) -> None:
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_at_o4_a_step_waits_once(make: Callable[[Any], Any], clips: bool, is_scaled: bool) -> None:
     with pretended_gpu() as gpu:
         model = model_on(gpu)
         optimizer = make(model.parameters())
@@ -100,7 +83,7 @@ def test_at_o4_only_an_unknown_optimizer_waits_once_a_step(
                 amp.clip_grad_norm_(optimizer, 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        assert gpu.waits == waits
+        assert gpu.waits == 4
 
 
 def operations_of_an_exit(gpu: PretendedGpu, layers: int) -> int:

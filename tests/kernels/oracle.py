@@ -1,6 +1,6 @@
 """The truth that the kernels are held against: their formulas once more, in float64 and without `amp_engine`.
 
-Each `*_step` takes one tensor's unscaled gradient, weight and state before, all float64, with a dictionary of
+`noise` and `by_chance` round moments to bfloat16, bit for bit. Each `*_step` takes one tensor's unscaled gradient, weight and state before, all float64, with a dictionary of
 hyperparameters, and returns the weight and the state after.
 """
 
@@ -150,3 +150,29 @@ def scale_rule(
         return scale, growth, hysteresis
     grown = torch.tensor(min(max_scale, scale * growth_factor), dtype=torch.float32).item()
     return (grown if math.isfinite(grown) else scale), 0, hysteresis
+
+
+def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """16 pseudorandom bits an element for each of two moments, by the step and the element's place in memory: int64."""
+    places = torch.arange(like.numel()).as_strided(like.shape, like.stride())
+    bits = _mixed((places + _mixed(step.long())) & 0xFFFFFFFF)
+    return bits & 0xFFFF, bits >> 16
+
+
+def by_chance(value_f32: Tensor, noise: Tensor) -> Tensor:
+    """Round to bfloat16 by 16 bits of `noise`, upwards with the probability that makes the mean exact.
+
+    Rounding to nearest would keep a second moment with beta2 = 0.999 constant: a change of a thousandth is less than
+    half of bfloat16's unit.
+    """
+    bits = torch.where(value_f32.isnan(), 0x7FC0, (value_f32.view(torch.int32).long() & 0xFFFFFFFF) + noise >> 16)
+    return ((bits + 0x8000 & 0xFFFF) - 0x8000).to(torch.int16).view(torch.bfloat16)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Hash 32 bits in int64 by lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018, public domain)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)

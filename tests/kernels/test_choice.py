@@ -1,4 +1,4 @@
-"""The backend is chosen by the device, and both backends offer everything."""
+"""The backend is chosen by the device."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_engine import kernels
-from amp_engine.kernels import _native, choice, reference_steps, tensor_lists
+from amp_engine.kernels import _native, choice, tensor_lists
 
 from .conftest import TENSOR_LISTS
 
@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
     ],
     ids=["nothing", "cpu", "cuda"],
 )
-def test_the_reference_computes_where_nothing_is_compiled(monkeypatch, module, computed):
+def test_kernels_are_there_where_they_are_compiled(monkeypatch, module, computed):
     for device in ("cpu", "cuda"):
         monkeypatch.delitem(choice.NATIVE, device, raising=False)
     for device, native in choice.native_by_device(module).items():
@@ -33,13 +33,11 @@ def test_the_reference_computes_where_nothing_is_compiled(monkeypatch, module, c
 
 def test_every_test_runs_on_the_backend_that_it_asks_for(backend):
     assert kernels.has_native(CPU) == (backend == "native")
-    table = kernels.step_table("sgd", [], [], [], [], [], torch.zeros(0))
-    assert isinstance(table, reference_steps.StepTable) == (backend == "reference")
     for name in TENSOR_LISTS:
         is_reference = (
             getattr(getattr(tensor_lists, name), "__module__", None) == "amp_engine.kernels.reference_tensor_lists"
         )
-        assert is_reference == (backend == "reference"), name
+        assert is_reference == (backend == "plain"), name
 
 
 def test_tensor_lists_are_the_native_functions(backend):

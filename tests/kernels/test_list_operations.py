@@ -1,4 +1,4 @@
-"""check, l2norm, scale_, axpby_, cast_copy_, nonfinite and accumulate_ against float64."""
+"""check, scale_, axpby_, cast_copy_, nonfinite and accumulate_ against float64."""
 
 import math
 
@@ -76,16 +76,7 @@ def test_subnormals_and_zeros_are_looked_at(arena, dtype):
 def test_nothing_is_checked_to_nothing():
     assert [t.shape for t in kernels.check([])] == [(0,)] * 3
     kernels.cast_copy_([], [])
-    total, per_tensor = kernels.l2norm([])
-    assert (total.item(), per_tensor.shape) == (0.0, (0,))
     assert kernels.nonfinite([]).shape == (0,)
-
-
-def test_l2norm_of_all_and_of_each(mixed):
-    total, per_tensor = kernels.l2norm(mixed)
-    assert (total.dtype, total.shape, per_tensor.dtype) == (torch.float32, (), torch.float32)
-    assert total.item() == pytest.approx(oracle.norm(mixed), rel=1e-6)
-    assert per_tensor.tolist() == pytest.approx([oracle.norm([t]) for t in mixed], rel=1e-6)
 
 
 def test_scale_in_place_rounds_once_and_checks_what_was_there(mixed):

@@ -11,6 +11,7 @@ from amp_engine import kernels
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels.formulas import Adam, NovoGrad, Sgd
 
+from .conftest import NATIVE
 from .lists import copies, same_bits
 
 STEPS = [f"{name}_" for name in kernels.FORMULAS]
@@ -60,7 +61,6 @@ def scale_arguments(kept):
 
 CALLS = {
     "check": lambda: ((tensors(HALF, FLOAT, torch.bfloat16),), {}),
-    "l2norm": lambda: ((tensors(HALF, FLOAT),), {}),
     "scale_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF), scalar()), {}),
     "axpby_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF), tensors(FLOAT, FLOAT), scalar(), None), {}),
     "cast_copy_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF)), {}),
@@ -75,10 +75,16 @@ def test_every_operation_is_an_operator():
     assert names == {n for n in [*kernels.__all__, *STEPS] if isinstance(getattr(OPS, n, None), OpOverloadPacket)}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in STEPS])
 def test_opcheck(name):
     args, kwargs = CALLS[name]()
     torch.library.opcheck(getattr(OPS, name.split()[0]).default, args, kwargs)
+
+
+@NATIVE
+@pytest.mark.parametrize("name", STEPS)
+def test_opcheck_of_steps(name):
+    test_opcheck(name)
 
 
 ADAM = Adam(lr=0.1, beta2=0.99, weight_decay=0.1, decoupled=True)
@@ -134,7 +140,6 @@ def scale_in_place(given, factor):
 
 COMPILED = {
     "check": (lambda given: kernels.check(given).sum_squares.sum(), lambda: (tensors(HALF, FLOAT),)),
-    "l2norm": (lambda given: kernels.l2norm(given)[0] + 1, lambda: (tensors(HALF, FLOAT),)),
     "scale_ in place": (scale_in_place, lambda: (tensors(HALF, FLOAT), scalar())),
     "scale_": (lambda *lists: kernels.scale_(*lists)[0], lambda: (tensors(HALF), tensors(FLOAT), scalar())),
     "axpby_": (
@@ -162,7 +167,7 @@ def flat(value):
 
 
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [name for name in COMPILED if name not in STEPS])
 def test_compiled_whole_and_equal(name):
     function, arguments = COMPILED[name]
     torch.manual_seed(1)
@@ -173,6 +178,13 @@ def test_compiled_whole_and_equal(name):
     result = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
     assert all(map(same_bits, flat(result), flat(expected)))
     assert all(map(same_bits, flat(args), flat(eager_args)))
+
+
+@NATIVE
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("name", [name for name in COMPILED if name in STEPS])
+def test_steps_are_compiled_whole_and_equal(name):
+    test_compiled_whole_and_equal(name)
 
 
 def test_fake_tensors_are_not_computed():

@@ -8,7 +8,10 @@ from amp_engine.errors import AmpValueError
 from amp_engine.kernels import FORMULAS
 from amp_engine.kernels.formulas import Adam, Sgd
 
+from .conftest import NATIVE
 from .lists import copies, same_bits
+
+pytestmark = NATIVE
 
 ONE = torch.tensor(0.5)
 SGD = Sgd(lr=0.1)
@@ -21,7 +24,6 @@ def made(n=3, dtype=torch.float32):
 # Each: the function's tensors by parameter name, and how it is called with them.
 OPERATIONS = {
     "check": (("tensors",), lambda tensors: kernels.check(tensors)),
-    "l2norm": (("tensors",), lambda tensors: kernels.l2norm(tensors)),
     "scale_": (("inputs", "outputs"), lambda inputs, outputs: kernels.scale_(outputs, inputs, ONE)),
     "cast_copy_": (("inputs", "outputs"), lambda inputs, outputs: kernels.cast_copy_(outputs, inputs)),
     "axpby_": (("xs", "ys", "outputs"), lambda xs, ys, outputs: kernels.axpby_(outputs, xs, ys, ONE, ONE)),

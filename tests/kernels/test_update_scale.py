@@ -9,6 +9,7 @@ from amp_engine import kernels
 from amp_engine.errors import AmpValueError
 
 from . import oracle
+from .conftest import NATIVE
 
 RULES = {
     "growth_factor": 2.0,
@@ -122,8 +123,6 @@ def test_what_the_backward_used_and_what_comes_of_it_is_told(flag, dynamic, used
         ("found_inf", torch.zeros((), device="meta")),
         ("hysteresis_tracker", torch.zeros(())),
         ("inv_scale_used", torch.zeros((), dtype=torch.float16)),
-        ("outcome", torch.zeros(3)),
-        ("outcome", torch.zeros(4, dtype=torch.int32)),
         ("scale_used", torch.zeros(2)),
         ("loss", torch.zeros((), dtype=torch.float16)),
     ],
@@ -137,3 +136,10 @@ def test_other_tensors_are_refused_by_name(name, given):
         assert named["scale"].item() == 4.0
     if name != "growth_tracker":
         assert named["growth_tracker"].item() == 0
+
+
+@NATIVE
+@pytest.mark.parametrize("outcome", [torch.zeros(3), torch.zeros(4, dtype=torch.int32)])
+def test_another_outcome_is_refused_by_the_kernel(outcome):
+    with pytest.raises(AmpValueError, match="update_scale_: outcome is"):
+        kernels.update_scale_(f32(4.0), i32(0), f32(1.0), outcome=outcome, **RULES)

@@ -63,7 +63,7 @@ def test_compiled_for_cuda_lacks_nothing(monkeypatch, capsys):
 def test_not_compiled_says_why(monkeypatch, capsys):
     native(monkeypatch, module=False, reason="no compiler, and the moon is full")
     out = printed(capsys, "info")
-    assert "plain PyTorch" in out
+    assert "none, so torch's optimizers take their own steps" in out
     assert "compiled kernels: no compiler, and the moon is full" in out
 
 

@@ -15,7 +15,7 @@ class MultiTensorApply:
         chunk_size: passed to each operation. No result depends on it.
 
     Attributes:
-        available: True: `amp_C` is always there, with compiled kernels or without.
+        available: True: `amp_C` is always there; without compiled kernels its optimizer steps raise.
         import_err: None; in apex the error of the import of `amp_C`.
     """
 

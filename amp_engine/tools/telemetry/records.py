@@ -239,7 +239,7 @@ class Stepped:
     Attributes:
         class_name: class of the optimizer.
         weights: number of the tensors that it steps.
-        by: the code that steps it: "compiled kernels", "plain PyTorch kernels" or "its own class".
+        by: the code that steps it: "compiled kernels" or "its own class".
         why: the reason.
         masters: its masters and the type of its moments, in words; "" without masters and narrow moments.
         steps: number of calls of `step` since `initialize`.

@@ -17,7 +17,7 @@ from amp_engine.tools.page.page import Block, Section, Sentence
 from amp_engine.tools.telemetry.records import Stepped
 from amp_engine.tools.telemetry.wording import number, plural
 
-COMPILED, REFERENCE, OWN = "compiled kernels", "plain PyTorch kernels", "its own class"
+COMPILED, OWN = "compiled kernels", "its own class"
 
 
 def described(engine: Engine) -> tuple[Stepped, ...]:
@@ -64,8 +64,6 @@ def _answer(record: Record, has_part: bool) -> tuple[str, str]:
     optimizer, rows, columns = record.optimizer, record.rows, record.rows.columns
     name, rule = type(optimizer).__name__, rule_of(optimizer)
     device = columns.weights[0].device if columns.weights else torch.device("cpu")
-    has_native = kernels.has_native(device)
-    by = COMPILED if has_native else REFERENCE
     if rule is None:
         return OWN, (
             f"The kernels do not know {name}: they step exactly Adam, AdamW and SGD of torch.optim, no subclasses, and "
@@ -74,9 +72,9 @@ def _answer(record: Record, has_part: bool) -> tuple[str, str]:
     is_ours = type(optimizer) not in TORCH_RULES
     if not (has_part or rows.makes_masters or record.needs_kernels):
         if is_ours:
-            return by, "The class is one of amp_engine.optimizers, which is stepped by them with or without amp."
+            return COMPILED, "The class is one of amp_engine.optimizers, which is stepped by them with or without amp."
         return OWN, "Nothing is scaled and there are no masters, so amp leaves the step alone."
-    if not (is_ours or record.needs_kernels or has_native):
+    if not kernels.has_native(device):
         return OWN, f"There are no compiled kernels for {device.type}; see Software for why."
     if not all(rule.supports(group) for group in optimizer.param_groups):
         return (
@@ -93,7 +91,7 @@ def _answer(record: Record, has_part: bool) -> tuple[str, str]:
             "Gradients, state or weights were not as the kernels take them (dense, of one shape and device, FP32 or "
             "half), or step() was called with arguments."
         )
-    return by, "One pass unscales gradients, steps, and writes what the model computes with."
+    return COMPILED, "One pass unscales gradients, steps, and writes what the model computes with."
 
 
 def _masters(record: Record) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -81,15 +82,27 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Where no kernels compute, a test that is refused a step of theirs is skipped; tests of the refusal expect it."""
+@contextmanager
+def skipped_where_steps_are_refused() -> Iterator[None]:
+    """Where no kernels compute, skip a test that is refused what needs them; tests of the refusal expect it."""
     try:
-        return (yield)
+        yield
     except AmpStateError as error:
         if "needs compiled kernels" not in str(error) or kernels.has_native(torch.device("cpu")):
             raise
         pytest.skip(str(error))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    with skipped_where_steps_are_refused():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with skipped_where_steps_are_refused():
+        return (yield)
 
 
 def patched_names() -> list[str]:

@@ -80,7 +80,9 @@ def test_an_extension_of_a_wheel_that_does_not_load_is_told_in_one_line(packages
         raise ImportError(f"{path}: undefined symbol: _ZN3c10")
 
     monkeypatch.setattr(_native, "import_from", fail)
-    with pytest.warns(RuntimeWarning, match="does not use its compiled kernels: .*undefined symbol: _ZN3c10.*; run: pip") as told:
+    with pytest.warns(
+        RuntimeWarning, match="does not use its compiled kernels: .*undefined symbol: _ZN3c10.*; run: pip"
+    ) as told:
         assert load(packages[-1], "2.99.1", monkeypatch)[0] is None
     assert len(told) == 1
 

@@ -35,12 +35,12 @@ def step_(
         g = grad.double() if inv_scale is None else grad.double() * inv_scale.double()
         weight, old = param.double(), [state.double() for state in states]
         if isinstance(formula, Adam):
-            new = _adam(formula, g, weight, *old, step.double().view(()) if isinstance(step, Tensor) else step)
+            new = _adam(formula, g, weight, old[0], old[1], step.double().view(()) if isinstance(step, Tensor) else step)
         elif isinstance(formula, Adagrad):
-            new = _adagrad(formula, g, weight, *old)
+            new = _adagrad(formula, g, weight, old[0])
         else:
             assert norms is not None
-            new = _novograd(formula, g, weight, *old, norms[i])
+            new = _novograd(formula, g, weight, old[0], norms[i])
         for tensor, value in zip([param, *states], new, strict=True):
             _write(tensor, value, skips)
         if copies is not None:

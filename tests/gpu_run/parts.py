@@ -16,7 +16,7 @@ PROCESSES = 6  # of pytest-xdist where it is installed, each with a context of i
 LENIENT = ("-W", "default", "--tb=short")
 TESTS = Path(__file__).parent.parent
 # What is held without compiled kernels: bits are the CPU's with kernels only.
-PLAIN = ("test_levels.py", "test_checkpoints.py", "test_queues.py::test_a_step_of_the_engine_waits_for_nothing")
+PLAIN = ("test_levels.py", "test_checkpoints.py")
 
 
 @dataclass(frozen=True)

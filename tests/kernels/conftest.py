@@ -16,7 +16,7 @@ TENSOR_LISTS = [name for name in vars(TensorLists) if not name.startswith("_")]
 NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
 
 
-@pytest.fixture(params=["plain", "native"], autouse=True)
+@pytest.fixture(params=["plain"] if _native.module is None else ["plain", "native"], autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
         for device in [*choice.NATIVE]:

@@ -1,7 +1,7 @@
 """The truth that the kernels are held against: their formulas once more, in float64 and without `amp_engine`.
 
-`noise` and `by_chance` round moments to bfloat16, bit for bit. Each `*_step` takes one tensor's unscaled gradient, weight and state before, all float64, with a dictionary of
-hyperparameters, and returns the weight and the state after.
+Each `*_step` takes one tensor's unscaled gradient, weight and state before, all float64, with a dictionary of
+hyperparameters, and returns the weight and the state after. `noise` and `by_chance` round moments, bit for bit.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_engine import amp
+from amp_engine import amp, kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.kernels import halves
 from amp_engine.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
@@ -22,6 +22,7 @@ from tests.models import CNN, LSTM, MLP, NORMED_MLP
 from tests.ranks import on_ranks
 from tests.support import assert_bitwise, backward, frozen, masters, picture, train, weights_of
 
+pytestmark = pytest.mark.skipif(not kernels.has_native(torch.device("cpu")), reason="only compiled kernels step them")
 NARROW = {
     "split": {"master_weights": "split"},
     "moments": {"moment_dtype": torch.bfloat16},

@@ -126,20 +126,6 @@ class Policy:
         names = [f.name for f in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name != "patch_torch_functions_type"}
 
-    def __str__(self) -> str:
-        """`name=value` pairs that `Policy.parse` reads back."""
-        fields = dataclasses.fields(self)
-        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields)
-
-    @classmethod
-    def parse(cls, text: str) -> Policy:
-        """Return the policy that `str(policy)` wrote. Raises AmpValueError for any other text."""
-        names = [f.name for f in dataclasses.fields(cls)]
-        pairs = [pair.partition("=")[::2] for pair in text.split(",")]
-        if [name for name, _ in pairs] != names:
-            raise AmpValueError(f"{text!r} is no policy.  Expected {','.join(f'{name}=...' for name in names)}.")
-        return cls(**{name: _parse_field(name, value) for name, value in pairs})  # type: ignore[arg-type]
-
 
 def parse_loss_scale(value: object) -> LossScale:
     """Return `value` as a loss scale: "dynamic", "auto", a DynamicLossScale, or a positive finite number.
@@ -211,11 +197,3 @@ def _parse_bool(value: object, argument: str) -> bool:
 
 def _in_words(cast_model_type: torch.dtype | Literal[False] | None) -> str:
     return dtype_name(cast_model_type) if cast_model_type else "not cast"
-
-
-def _parse_field(name: str, text: str) -> object:
-    if text in ("None", "True", "False"):
-        return {"None": None, "True": True, "False": False}[text]
-    if name == "loss_scale":
-        return parse_loss_scale(text)
-    return parse_dtype(text, name) if name.endswith("_type") else text

@@ -1,12 +1,9 @@
-"""Weights, masters and the states of optimizers, by the names of the model's parameters.
-
-torch's `get_state_dict` looks for the weights of an optimizer among the parameters of the model, which lack masters.
-"""
+"""Weights, masters and the states of optimizers, by the names of the model's parameters."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -37,21 +34,20 @@ def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, weight) of each parameter of `model`: its master if it has one, else the parameter.
 
     Names are those of `model.named_parameters()`, without those of DistributedDataParallel, torch.compile and
-    activation checkpoints; a shared parameter has its first name. If several optimizers step a parameter, yields the
-    master of the optimizer that stepped it last. For a split master, and for a master whose parameter was written
-    since, through `.data` or otherwise, yields a copy of the value that `model.state_dict()` has.
+    activation checkpoints; a shared parameter has its first name. For a split master, and for a master whose parameter
+    was written since, through `.data` or otherwise, yields a copy of the value that `model.state_dict()` has.
     Waits for each device once, if there are masters.
     """
     named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
-    counting = {name: m for name, param in named if (m := next((m for m in masters_of(param) if m.counts()), None))}
-    counts = dict(zip(counting, rounds_to_params([*counting.values()]), strict=True))
+    masters = {name: master for name, param in named for master in masters_of(param) if master.counts()}
+    rounds = dict(zip(masters, rounds_to_params([*masters.values()]), strict=True))
     for name, param in named:
-        weight = param
-        if counts.get(name):
-            weight = counting[name].weight
-        elif next(exact_of(param), None) is not None:
-            weight = nn.Parameter(float32_of(param), requires_grad=False)
-        yield name, weight
+        if rounds.get(name):
+            yield name, masters[name].weight
+        elif next(exact_of(param), None) is None:
+            yield name, param
+        else:
+            yield name, nn.Parameter(float32_of(param), requires_grad=False)
 
 
 @torch.no_grad()
@@ -121,28 +117,36 @@ def _inside(model: nn.Module) -> nn.Module:
 def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> dict[str, Any]:
     """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}, ...]}`.
 
-    Names are those of `named_masters`. This is the form of torch's `get_optimizer_state_dict`, which raises KeyError if
-    there are masters.
+    Names are those of `named_masters`. This is the form of torch's `get_optimizer_state_dict`, which has an optimizer
+    without state begin it by a step.
 
-    Raises AmpStateError if an optimizer steps a tensor that is neither a parameter of `model` nor a master.
+    Raises AmpStateError if an optimizer steps a tensor that is no parameter of `model`, or if several optimizers have
+    state that a name alone does not tell apart.
     """
-    return _by_name(model, optimizer, {})
+    return _by_name(model, _each(optimizer), {})
 
 
 def _by_name(
-    model: nn.Module,
-    optimizer: Optimizer | LARC | Sequence[Optimizer | LARC],
-    stand_ins: Mapping[Optimizer, dict[int, Any]],
+    model: nn.Module, optimizers: Sequence[Optimizer], stand_ins: Mapping[Optimizer, dict[int, Any]]
 ) -> dict[str, Any]:
     """Return `optimizer_state_dict` with `stand_ins`: for each optimizer, state by index of weights that have none."""
     names = _names(model)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
-    for one in _each(optimizer):
-        by_index = [_name_of(weight, names, one) for weight in _weights(one)]
+    stepped: set[str] = set()
+    for one in optimizers:
+        by_index = _names_of(one, names)
         saved = one.state_dict()
-        for index, value in {**saved["state"], **stand_ins.get(one, {})}.items():
-            state[by_index[index] if isinstance(index, int) else index] = value
+        unclear = [name for name in by_index if name in stepped]
+        unclear += [key for key in saved["state"] if not isinstance(key, int)] if len(optimizers) > 1 else []
+        if unclear:
+            raise AmpStateError(
+                f"{unclear[0]!r} does not tell of which of {len(optimizers)} optimizers the state is: two step that "
+                "parameter, or it names none.  Call amp.optimizer_state_dict(model, optimizer) for each optimizer."
+            )
+        stepped.update(by_index)
+        for key, value in {**saved["state"], **stand_ins.get(one, {})}.items():
+            state[by_index[key] if isinstance(key, int) else key] = value
         groups += [{**group, "params": [by_index[i] for i in group["params"]]} for group in saved["param_groups"]]
     return {"state": state, "param_groups": groups}
 
@@ -152,27 +156,36 @@ def load_optimizer_state_dict(
 ) -> None:
     """Load a result of `optimizer_state_dict` or of torch's `get_optimizer_state_dict`, for any order of parameters.
 
-    Raises AmpStateError, before anything is loaded, if a group of an optimizer was not saved with the same parameters.
+    Raises AmpStateError, before anything is loaded, if a group of an optimizer was not saved with the same parameters,
+    or for the flat form of torch's function.
     """
+    if "param_groups" not in state_dict:
+        raise AmpStateError(
+            "load_optimizer_state_dict() takes {'state': ..., 'param_groups': ...}, and there is no 'param_groups'.  "
+            "Pass what amp.optimizer_state_dict returned, or torch's get_optimizer_state_dict with "
+            "flatten_optimizer_state_dict=False."
+        )
+    state, saved_groups = state_dict["state"], state_dict["param_groups"]
     names = _names(model)
+    of_weights = {name for group in saved_groups for name in group["params"]}
+    of_none = {key: value for key, value in state.items() if key not in of_weights}
     packed: list[tuple[Optimizer, dict[str, Any]]] = []
     for one in _each(optimizer):
-        by_index = [_name_of(weight, names, one) for weight in _weights(one)]
-        remaining = iter(enumerate(by_index))
+        indices = {name: index for index, name in enumerate(_names_of(one, names))}
         groups = []
         for group in one.param_groups:
-            own = {name: index for _, (index, name) in zip(group["params"], remaining, strict=False)}
-            saved = next((g for g in state_dict["param_groups"] if set(g["params"]) == set(own)), None)
+            own = [names[id(weight)] for weight in group["params"]]
+            saved = next((g for g in saved_groups if set(g["params"]) == set(own)), None)
             if saved is None:
                 raise AmpStateError(
                     f"No group was saved of exactly {', '.join(own) or 'no parameters'}, which a group of this "
-                    f"{type(one).__name__} has.  Saved were {[list(g['params']) for g in state_dict['param_groups']]}."
+                    f"{type(one).__name__} has.  Saved were {[list(g['params']) for g in saved_groups]}."
                 )
-            groups.append({**saved, "params": list(own.values())})
-        state = {i: state_dict["state"][name] for i, name in enumerate(by_index) if name in state_dict["state"]}
-        packed.append((one, {"state": state, "param_groups": groups}))
-    for one, own_state in packed:
-        one.load_state_dict(own_state)
+            groups.append({**saved, "params": [indices[name] for name in own]})
+        own_state = {index: state[name] for name, index in indices.items() if name in state}
+        packed.append((one, {"state": {**own_state, **of_none}, "param_groups": groups}))
+    for one, of_one in packed:
+        one.load_state_dict(of_one)
 
 
 class TrainingState:
@@ -198,27 +211,29 @@ class TrainingState:
 
         "begun" has for each optimizer the names of the weights that have state.
         """
-        names = _names(self._model)
+        names, optimizers = _names(self._model), _each(self._optimizer)
         stand_ins, begun = {}, []
-        for one in _each(self._optimizer):
-            weights = _weights(one)
-            stand_ins[one] = _will_begin(one, [i for i, weight in enumerate(weights) if weight not in one.state])
-            begun.append([_name_of(weight, names, one) for weight in weights if weight in one.state])
+        for one in optimizers:
+            has_begun = [weight in one.state for weight in _weights(one)]
+            stand_ins[one] = _will_begin(one, [i for i, has in enumerate(has_begun) if not has])
+            begun.append([name for name, has in zip(_names_of(one, names), has_begun, strict=True) if has])
         return {
             "model": without_wrapper(self._model).state_dict(),
-            "optimizer": _by_name(self._model, self._optimizer, stand_ins),
+            "optimizer": _by_name(self._model, optimizers, stand_ins),
             "begun": begun,
             "amp": self._scalers.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`. Raises the errors of its parts."""
+        names, saved = _names(self._model), state_dict["optimizer"]
+        state = dict(saved["state"])
         for one, begun in zip(_each(self._optimizer), state_dict["begun"], strict=True):
-            state = state_dict["optimizer"]["state"]
-            if isinstance(begun, bool):  # version 0.1.0 saved one for all weights
-                begun = [*state] if begun else []
-            own = {name: value for name, value in state.items() if name in begun}
-            load_optimizer_state_dict(self._model, one, {**state_dict["optimizer"], "state": own})
+            for name in _names_of(one, names):
+                # Version 0.1.0 saved True or False for all weights.
+                if not (begun if isinstance(begun, bool) else name in begun):
+                    state.pop(name, None)
+        load_optimizer_state_dict(self._model, self._optimizer, {**saved, "state": state})
         without_wrapper(self._model).load_state_dict(state_dict["model"])
         self._scalers.load_state_dict(state_dict["amp"])
 
@@ -235,17 +250,18 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(weight): name for name, p in named for weight in (p, *(m.weight for m in masters_of(p)))}
 
 
-def _name_of(weight: Tensor, names: Mapping[int, str], optimizer: Optimizer) -> str:
-    try:
-        return names[id(weight)]
-    except KeyError:
-        raise AmpStateError(
-            f"This {type(optimizer).__name__} steps a tensor of shape {tuple(weight.shape)} that is none of the "
-            f"model's {len(names)} parameters and masters.  Pass the model that the optimizer was made for."
-        ) from None
+def _names_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return the name of each weight in the groups of `optimizer`, in their order."""
+    for weight in _weights(optimizer):
+        if id(weight) not in names:
+            raise AmpStateError(
+                f"This {type(optimizer).__name__} steps a tensor of shape {tuple(weight.shape)} that is none of the "
+                f"model's {len(names)} parameters and masters.  Pass the model that the optimizer was made for."
+            )
+    return [names[id(weight)] for weight in _weights(optimizer)]
 
 
-def _each(optimizer: Any) -> Iterable[Optimizer]:
+def _each(optimizer: Any) -> list[Optimizer]:
     return [inner_of(one) for one in as_optimizers(list(optimizer) if isinstance(optimizer, tuple) else optimizer)]
 
 

@@ -58,10 +58,6 @@ class AutoScale:
         self.overflows_in_a_row = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self.flushed = torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
-    def __setstate__(self, state: Mapping[str, Tensor]) -> None:
-        self.__init__()  # type: ignore[misc] # earlier versions had fewer attributes
-        self.__dict__.update(state)
-
     def to(self, device: torch.device) -> None:
         """Move the state."""
         self.seen, self.limit = moved(self.seen, device), moved(self.limit, device)

@@ -54,7 +54,6 @@ class LossScaler:
     Raises AmpValueError for values out of range.
     """
 
-    _init_scale = 2.0**16  # for scalers that version 0.1 pickled
     _next: ScaleSnapshot | None = (
         None  # the snapshot of the next backward, from the last update or, of a static scale, the last backward
     )
@@ -92,8 +91,7 @@ class LossScaler:
         self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._overflows_left = torch.tensor(self._hysteresis, dtype=torch.int32, device="cpu")  # 0: `scale` falls
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        # The outcome of the last update, whose first number is the flag; older scalers have pickled the flag alone.
-        self._last_found_inf: Tensor | None = None
+        self._last_outcome: Tensor | None = None  # of the last update: its first number is the flag
         self._owed: Callable[[], None] | None = None  # an update that waits for other ranks
 
     def __repr__(self) -> str:
@@ -220,7 +218,7 @@ class LossScaler:
         Returns:
             The numbers of an `Outcome`.
         """
-        outcome = self._last_found_inf = update.outcome
+        outcome = self._last_outcome = update.outcome
         next_scale = outcome[1]
         if update.closed is not None:
             update.closed.inv_scale = update.inv_scale
@@ -269,7 +267,7 @@ class LossScaler:
         """Discard the overflow that `record_` recorded, and the one that the last update found."""
         self.settle()
         self.found_inf.zero_()
-        self._last_found_inf = None
+        self._last_outcome = None
 
     def update_scale(self) -> bool:
         """`update_`; True if the step should be skipped. Waits for the device."""
@@ -400,8 +398,8 @@ class LossScaler:
     @property
     def _has_overflow(self) -> bool:
         self.settle()
-        found = self._last_found_inf
-        return bool(self._overflow_buf != 0) or (found is not None and bool(found.view(-1)[0] != 0))
+        last = self._last_outcome
+        return bool(self._overflow_buf != 0) or (last is not None and bool(last[0] != 0))
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
@@ -425,9 +423,7 @@ class LossScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_loss_scale" not in state:
-            left = torch.ones_like(state["unskipped"])
-            earlier = {"auto": None, "_backoff_factor": None, "_hysteresis": 1, "_overflows_left": left}
-            self.__dict__.update({**earlier, **state})
+            self.__dict__.update(state)
             return
         # apex's attributes: the FP16_Optimizer of apex.fp16_utils saved its scaler as an object.
         dynamic, scale = state["dynamic"], float(state["_loss_scale"])

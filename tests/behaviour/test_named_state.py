@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 import amp_engine
@@ -195,6 +195,67 @@ def test_another_model_or_other_groups_are_refused_and_nothing_changes() -> None
     state["param_groups"][0]["params"].remove("3.bias")
     with pytest.raises(AmpStateError, match=r"No group was saved of exactly 0\.weight.*3\.bias, which a group"):
         amp.load_optimizer_state_dict(model, optimizer, state)
+    assert_bitwise(optimizer_values(optimizer), before)
+
+
+class CountsBesideParameters(torch.optim.SGD):
+    """Keeps a value in its state under a key that is no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = self.state.get("count", 0) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_comes_back() -> None:
+    model, optimizer = started("O4", lambda params: CountsBesideParameters(params, lr=0.1, momentum=0.9))
+    train(NORMED_MLP, model, optimizer, "cc")
+    by_name = frozen(amp.optimizer_state_dict(model, optimizer))
+    training = frozen(amp.training_state(model, optimizer).state_dict())
+    assert by_name["state"]["count"] == 2
+    for load in (
+        lambda: amp.load_optimizer_state_dict(model, optimizer, by_name),
+        lambda: amp.training_state(model, optimizer).load_state_dict(training),
+    ):
+        optimizer.state.clear()
+        load()
+        assert optimizer.state["count"] == 2
+        state = amp.optimizer_state_dict(model, optimizer)["state"]
+        assert_bitwise({key: state.pop(key) for key in by_name["state"]}, by_name["state"])
+        assert not state
+
+
+def test_two_optimizers_of_one_parameter_are_saved_one_by_one() -> None:
+    model = NORMED_MLP.model()
+    optimizers = [ADAMW(model.parameters()), torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.5, 0.5))]
+    amp.initialize(model, optimizers, opt_level="O4", verbosity=0)
+    for optimizer in optimizers:
+        train(NORMED_MLP, model, optimizer, "c")
+    for save in (amp.optimizer_state_dict, lambda *both: amp.training_state(*both).state_dict()):
+        with pytest.raises(AmpStateError, match=r"'0\.weight' does not tell of which of 2 optimizers the state is"):
+            save(model, optimizers)
+    truth = [frozen(optimizer_values(optimizer)) for optimizer in optimizers]
+    saved_one_by_one = [frozen(amp.optimizer_state_dict(model, optimizer)) for optimizer in optimizers]
+    for optimizer, state in zip(optimizers, saved_one_by_one, strict=True):
+        optimizer.state.clear()
+        amp.load_optimizer_state_dict(model, optimizer, state)
+    assert_bitwise([optimizer_values(optimizer) for optimizer in optimizers], truth)
+
+
+def test_state_of_no_parameter_of_several_optimizers_is_refused() -> None:
+    model = NORMED_MLP.model()
+    optimizers = [ADAMW(model[0].parameters()), CountsBesideParameters(model[3].parameters(), lr=0.1)]
+    optimizers[1].state["count"] = 1
+    with pytest.raises(AmpStateError, match="'count' does not tell of which of 2 optimizers"):
+        amp.optimizer_state_dict(model, optimizers)
+
+
+def test_the_flat_form_of_torchs_function_is_named() -> None:
+    model, optimizer = started("O2", ADAMW)
+    train(NORMED_MLP, model, optimizer, "c")
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    before = optimizer_values(optimizer)
+    with pytest.raises(AmpStateError, match=r"there is no 'param_groups'.*flatten_optimizer_state_dict=False"):
+        amp.load_optimizer_state_dict(model, optimizer, flat)
     assert_bitwise(optimizer_values(optimizer), before)
 
 

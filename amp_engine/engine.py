@@ -7,7 +7,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
@@ -284,10 +283,10 @@ class Engine:
             self._initialized.refuse_known(request.optimizers, request.wrappers)
 
             self.reporter.verbosity = verbosity
-            self.reporter.say_banner(report.initialization(request.defaults, decided))
+            for line in report.initialization(request.defaults, decided):
+                self.reporter.say(line, rank0=True)
 
-            lost = cast_notes.lost_values(request.models, decided)
-            parts = [cast_notes.fp32_parts(model, decided) for model in request.models]
+            notes = cast_notes.notes(request.models, decided)
             emulated = arguments.emulated_on_cpu(request.models, decided)
             self._initialized.add(request)
             if self.policy is None:
@@ -298,13 +297,10 @@ class Engine:
             self.function_casts.follow(decided, allow_banned, verbosity == 2, everywhere=request.casts_everywhere)
             if emulated:
                 self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
-            for line in chain.from_iterable(map(report.fp32_parts, parts)):
-                self.reporter.say(line, rank0=True)
-            for line in report.lost_values(str(decided.opt_level), decided.cast_model_type or None, lost):
+            for line in notes:
                 self.reporter.say(line, rank0=True)
             if zero := arguments.zero_eps(request.optimizers, decided):
                 self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=zero[0], eps=zero[1]))
-            self.reporter.end_banner()
             self._initialized.kept_by_policy.update(kept)
             return models if optimizers is None else (models, optimizers)
 

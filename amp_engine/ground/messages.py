@@ -15,10 +15,6 @@ LOGGER = logging.getLogger("amp_engine")
 _WITNESS = logging.getLogger("amp_engine.by_default")
 
 
-# An attribute of records: StdoutHandler writes an empty line before a record where it is true.
-APART = "amp_apart"
-
-
 class StdoutHandler(logging.Handler):
     """Writes each message as one line to the current `sys.stdout`.
 
@@ -27,13 +23,12 @@ class StdoutHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line, after an empty one if the record is to be set apart."""
+        """Write one line."""
         stream = sys.stdout
         if stream is None:
             return
         try:
-            before = "\n" if getattr(record, APART, False) else ""
-            stream.write(f"{before}{self.format(record)}\n")
+            stream.write(f"{self.format(record)}\n")
         except Exception:
             self.handleError(record)
 

@@ -168,7 +168,6 @@ class CastModel:
         self._came = WeakIdKeyDictionary()
         self._came_named = {name: tensor.dtype for name, tensor in _tensors(model)}
         self._handles: list[RemovableHandle] = []
-        self._follows_masters = False
         # Each module whose forward casts, its casts, and the casts that it had before.
         self._cast_modules: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:

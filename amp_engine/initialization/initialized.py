@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections import OrderedDict
@@ -45,18 +44,6 @@ from amp_engine.stepping.step import StepHook, let_strangers_be, look_at_strange
 
 if TYPE_CHECKING:
     from amp_engine.tools.diagnosis.overflow_watch import OverflowWatch
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable garbage collection: it took half of the time of code that makes thousands of objects that stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Initialized:
@@ -115,7 +102,6 @@ class Initialized:
         """True if `module` is a model, or inside of one."""
         return any(module is part for model in self.models for part in model.modules())
 
-    @_without_collections()
     def add(self, request: Request) -> None:
         """Cast models, give optimizers masters and hooks. If anything raises, nothing has changed.
 

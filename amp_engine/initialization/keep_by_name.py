@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine.casting.keep_float import is_kept, keep_float
 from amp_engine.errors import AmpStateError, AmpValueError
-from amp_engine.ground.distributed import has_fsdp2, is_sharded
+from amp_engine.ground.distributed import has_fsdp2, is_sharded, without_wrapper
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import COMPILED, without_compiled
 from amp_engine.initialization import arguments
@@ -78,20 +78,19 @@ def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tup
 
     Raises AmpValueError for an unknown name, with similar names.
     """
-    exact: dict[str, tuple[nn.Module, nn.Module]] = {}
-    bare: dict[str, tuple[nn.Module, nn.Module]] = {}
+    known: dict[str, tuple[nn.Module, nn.Module]] = {}
     for i, model in enumerate(models):
-        of = f"models[{i}]" if len(models) > 1 else ""
-        for path, module in model.named_modules(remove_duplicate=False):
-            exact[_joined(of, path)] = model, module
-        for path, module in _without_wrappers(model):
-            bare.setdefault(_joined(of, path), (model, module))
+        of = f"models[{i}]." if len(models) > 1 else ""
+        inside = without_wrapper(getattr(model, COMPILED, model))
+        for path, module in inside.named_modules(remove_duplicate=False):  # a wrapper comes before what is in it
+            known[without_compiled(of + path).rstrip(".")] = model, module
     found = []
     for name in names:
-        one = exact.get(name) or bare.get(name) or bare.get(_stripped(name))
+        plain = without_compiled(name)
+        one = known.get(plain) or known.get(re.sub(r"^(models\[\d+\]\.)?module\.", r"\1", plain))
         if one is None:
-            near = get_close_matches(name, [path for path in bare if path], 3)
-            there = [path for path in bare if path][:3]
+            near = get_close_matches(name, [path for path in known if path], 3)
+            there = [path for path in known if path][:3]
             near_text = f"Near are {', '.join(near)}" if near else f"There are for example {', '.join(there)}"
             of_class = type(models[0]).__name__ if models else "empty list of models"
             several = f" in the {len(models)} models" if len(models) > 1 else f" in this {of_class}"
@@ -101,28 +100,3 @@ def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tup
             )
         found.append(one)
     return found
-
-
-def _without_wrappers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` without the names that torch.compile and DistributedDataParallel add; skips the wrappers."""
-    inside = module.module if isinstance(module, DistributedDataParallel) else getattr(module, COMPILED, None)
-    if isinstance(inside, nn.Module):
-        yield from _without_wrappers(inside, path)
-        return
-    yield path, module
-    for name, child in module._modules.items():  # shared ones under each name
-        if child is not None:
-            yield from _without_wrappers(child, _joined(path, name))
-
-
-def _stripped(name: str) -> str:
-    """`name` without the parts that a wrapper had added when it was written."""
-    parts = without_compiled(name).split(".")
-    at = 1 if parts[0].startswith("models[") else 0
-    if parts[at : at + 1] == ["module"]:
-        del parts[at]
-    return ".".join(parts)
-
-
-def _joined(*parts: str) -> str:
-    return ".".join(part for part in parts if part)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -40,68 +39,44 @@ def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
     )
 
 
-@dataclass(frozen=True)
-class LostValues:
-    """Names of parameters and buffers whose values a cast to half loses.
-
-    Attributes:
-        infinite: those with finite values that become infinite.
-        zero: buffers with values that become 0, parameters of which all do.
-        whole: buffers of whole numbers, of which some become others.
-    """
-
-    infinite: list[str] = field(default_factory=list)
-    zero: list[str] = field(default_factory=list)
-    whole: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class FP32Parts:
-    """What a cast to half leaves in FP32.
-
-    Attributes:
-        came: the low-precision type that the model came in; None if it came in FP32.
-        stay: names of parameters and buffers.
-        declared: names of modules, parameters and buffers that the model itself names.
-        cast: names of buffers of the user's modules that do not stay, and that half does not hold exactly, or that may
-            be states that begin.
-    """
-
-    came: torch.dtype | None = None
-    stay: Sequence[str] = ()
-    declared: Sequence[str] = ()
-    cast: Sequence[str] = ()
-
-
-def lost_values(level: str, dtype: torch.dtype | None, lost: LostValues) -> Iterator[str]:
-    """Messages: the cast makes parameters or buffers infinite, 0 or other whole numbers."""
-    if dtype is None:
-        return
+def lost_values(
+    level: str, dtype: torch.dtype, infinite: Sequence[str], zero: Sequence[str], whole: Sequence[str]
+) -> Iterator[str]:
+    """Messages: a cast makes values of these parameters or buffers infinite, 0 or other whole numbers."""
     info, name = torch.finfo(dtype), dtype_name(dtype)
     keep = "call amp.keep_float(module) on what has them before amp.initialize"
     wider = f"Take opt_level='O5', whose bfloat16 has the range, or {keep}"
-    if lost.infinite:
+    if infinite:
         largest = f"values beyond {info.max:.6g}, the largest {name}"
-        yield f"Warning:  at {level} {largest}, become infinite, of {_some(lost.infinite)}.  {wider}."
-    if lost.zero:
+        yield f"Warning:  at {level} {largest}, become infinite, of {_some(infinite)}.  {wider}."
+    if zero:
         smallest = f"values below {info.smallest_normal * info.eps:.2g}, the smallest {name}"
-        yield f"Warning:  at {level} {smallest}, become 0, of {_some(lost.zero)}.  {wider}."
-    if lost.whole:
+        yield f"Warning:  at {level} {smallest}, become 0, of {_some(zero)}.  {wider}."
+    if whole:
         beyond = f"whole numbers beyond {2 / info.eps:.0f}, of which {name} has not all"
-        yield f"Warning:  at {level} {beyond}, change, of {_some(lost.whole)}.  {keep[0].upper()}{keep[1:]}."
+        yield f"Warning:  at {level} {beyond}, change, of {_some(whole)}.  {keep[0].upper()}{keep[1:]}."
 
 
-def fp32_parts(parts: FP32Parts) -> Iterator[str]:
-    """Messages: what stays FP32 in a model that is cast, and what might have to."""
-    if parts.declared:
-        yield f"Note:  kept in FP32, as _keep_in_fp32_modules of the model says: {_some(parts.declared)}."
-    if parts.stay and parts.came is not None:
-        yield f"Note:  the model came in {dtype_name(parts.came)}, and what came in FP32 stays so: {_some(parts.stay)}."
-    if parts.stay and parts.came is None:
-        yield f"Note:  modules with buffers and no parameters compute in FP32: {_some(parts.stay)}."
-    if parts.cast:
+def fp32_parts(
+    came: torch.dtype | None, declared: Sequence[str], stay: Sequence[str], cast: Sequence[str]
+) -> Iterator[str]:
+    """Messages: what stays FP32 in a model that is cast, and what might have to.
+
+    Args:
+        came: the low-precision type that the model came in; None if it came in FP32.
+        declared: names of modules, parameters and buffers that the model itself names.
+        stay: names of other parameters and buffers that stay FP32.
+        cast: names of buffers that half does not hold exactly, or that may be states that begin.
+    """
+    if declared:
+        yield f"Note:  kept in FP32, as _keep_in_fp32_modules of the model says: {_some(declared)}."
+    if stay and came is not None:
+        yield f"Note:  the model came in {dtype_name(came)}, and what came in FP32 stays so: {_some(stay)}."
+    if stay and came is None:
+        yield f"Note:  modules with buffers and no parameters compute in FP32: {_some(stay)}."
+    if cast:
         yield (
-            f"Note:  buffers beside parameters are cast with them: {_some(parts.cast)}.  For one that counts, averages "
+            f"Note:  buffers beside parameters are cast with them: {_some(cast)}.  For one that counts, averages "
             "or holds frequencies, list its name in model._keep_in_fp32_modules before amp.initialize."
         )
 
@@ -149,17 +124,6 @@ class Reporter:
     def __init__(self, verbosity: int = 1) -> None:
         self.verbosity = verbosity
         self._said: set[str] = set()
-        self._is_after_banner = False
-
-    def say_banner(self, lines: Iterable[str]) -> None:
-        """Say `lines` on the first rank; a note or warning before `end_banner` is set apart from them."""
-        for line in lines:
-            self.say(line, rank0=True)
-        self._is_after_banner = True
-
-    def end_banner(self) -> None:
-        """Stop setting notes and warnings apart from the banner."""
-        self._is_after_banner = False
 
     def say_once(self, text: str) -> None:
         """Say `text` on the first of several ranks, and never again."""
@@ -176,9 +140,6 @@ class Reporter:
             fields: more attributes of the record.
         """
         if self.verbosity > 0 and not (rank0 and _rank() > 0):
-            if self._is_after_banner and text.startswith(("Note:", "Warning:")):
-                fields[messages.APART] = True
-            self._is_after_banner = False
             level_of_text = logging.WARNING if text.startswith("Warning:") else logging.INFO
             messages.say(text, level_of_text if level is None else level, stacklevel=2, **fields)
 

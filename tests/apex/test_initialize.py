@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -611,26 +609,3 @@ def test_type_checkers_are_told_of_every_option():
     assert parameters[4:] == list(InitializeOptions.__annotations__)
     assert amp.initialize.__module__ == "amp_engine.amp"
     assert "opt_level" in amp.initialize.__doc__
-
-
-def test_no_garbage_is_collected_while_models_are_taken_in():
-    model = MLP.model(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inside = []
-
-    def noted(phase: str, info: dict[str, int]) -> None:
-        frame = sys._getframe(1)
-        while frame is not None:
-            inside.extend([frame.f_code.co_name] if frame.f_code.co_name == "_take_in" else [])
-            frame = frame.f_back
-
-    before = gc.get_threshold()
-    gc.callbacks.append(noted)
-    gc.set_threshold(1)
-    try:
-        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    finally:
-        gc.set_threshold(*before)
-        gc.callbacks.remove(noted)
-    assert inside == []
-    assert gc.isenabled()

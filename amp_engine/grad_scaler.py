@@ -60,7 +60,7 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer | LARC) -> None:
         """Unscale the gradients of the loss now, to clip them; otherwise `step` does. A second call has no effect.
 
-        At O2 and O5 the gradients of `optimizer` are those of `amp.master_params(optimizer)`. No host sync.
+        No host sync.
         """
         self._leave_body()
         self._engine().records.close_loss(self._loss_id)

@@ -35,7 +35,6 @@ from amp_engine.optimizers import LARC
 from amp_engine.optimizers.base import FusedOptimizer
 from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import (
-    inner_of,
     inner_optimizers,
     only_hands_on,
     parameters_elsewhere,
@@ -302,9 +301,7 @@ def check_optimizers(
             )
 
 
-def check_narrow(
-    optimizers: Sequence[Optimizer], wrappers: Mapping[Any, Optimizer], policy: Policy, moments: torch.dtype
-) -> None:
+def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch.dtype) -> None:
     """Raise AmpStateError or AmpValueError if the kernels cannot step with split masters or narrow moments."""
     if moments not in (torch.float32, torch.bfloat16):
         raise AmpValueError(
@@ -336,8 +333,6 @@ def check_narrow(
                 f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
                 "fully_shard divides masters and moments among ranks."
             )
-    for wrapper, inner in wrappers.items() if policy.master_weights else ():
-        refuse_around_masters(wrapper, inner)
 
 
 def refuse_around_masters(wrapper: Any, inner: Optimizer) -> None:
@@ -370,24 +365,16 @@ _NOT_A_MEMBER = getattr(torch.distributed, "GroupMember", None) and torch.distri
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_wrappers(optimizers: Sequence[Any]) -> None:
+def check_wrappers(wrappers: Mapping[Any, Optimizer], has_masters: bool) -> None:
     """Raise AmpStateError for a wrapper of an optimizer that an engine cannot step."""
-    for wrapper in optimizers:
-        inner = inner_of(wrapper)
+    for wrapper, inner in wrappers.items():
         if isinstance(wrapper, LARC) and steps_shards(inner):
             raise AmpStateError(
                 f"LARC goes by the norm of each parameter, of which a rank has a shard.  Pass the "
                 f"{type(inner).__name__} inside of it."
             )
-        if inner is wrapper or isinstance(wrapper, LARC) or only_hands_on(wrapper, inner):
-            continue
-        place = parameters_elsewhere(wrapper, inner)
-        if place is not None:
-            raise AmpStateError(
-                f"{type(wrapper).__name__} keeps parameters in its .{place}, beside its groups, where FP32 masters "
-                f"would never replace them.  Pass the {type(inner).__name__} inside of it to amp.initialize, and make "
-                "the wrapper afterwards."
-            )
+        if has_masters:
+            refuse_around_masters(wrapper, inner)
 
 
 def check_loss(loss: Any, function: str, use: str) -> None:
@@ -414,8 +401,7 @@ def check_has_groups(optimizer: Any, function: str, others: str) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise AmpTypeError(
             f"{function}() takes the optimizer, not a {type(optimizer).__name__}.  Call amp.{function}(optimizer"
-            f"{others}), which finds the gradients that it steps; those of model.parameters() are not, where there are "
-            "FP32 masters."
+            f"{others}), which finds what it steps."
         )
 
 

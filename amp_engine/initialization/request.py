@@ -107,10 +107,10 @@ def checked(
     arguments.check_unwrapped(changed, policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
     arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights), agree)
-    arguments.check_wrappers(passed)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
+    arguments.check_wrappers(wrappers, bool(policy.master_weights))
     moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
-    arguments.check_narrow(stepping, wrappers, policy, moments)
+    arguments.check_narrow(stepping, policy, moments)
     are_cast = {id(param) for param in changed}
     names = partial(_names, [weakref.ref(model) for model in model_list])
     halves = [half_weights(one, policy, allow_half or hard_override, names, are_cast) for one in stepping]

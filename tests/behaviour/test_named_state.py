@@ -11,7 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
 
 import amp_engine
@@ -109,6 +114,24 @@ def test_the_state_is_that_of_torchs_function(level: str) -> None:
     assert list(ours["state"]) == list(params)
     for name, state in ours["state"].items():
         assert_bitwise(state["exp_avg"], optimizer.state[params[name]]["exp_avg"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop", "fused adam"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_torchs_own_functions_resume_bitwise(level: str, name: str) -> None:
+    make = OPTIMIZERS[name]
+    model, optimizer = started(level, make)
+    train(NORMED_MLP, model, optimizer, "ccc")
+    weights, state = get_state_dict(model, optimizer)
+    weights, state, scalers = frozen(dict(weights)), frozen(state), amp.state_dict()
+    train(NORMED_MLP, model, optimizer, "cc", first=3)
+    truth = everything(model, optimizer)
+    amp.close()
+    model, optimizer = started(level, make, seed=77)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    amp.load_state_dict(scalers)
+    train(NORMED_MLP, model, optimizer, "cc", first=3)
+    assert_bitwise(everything(model, optimizer), truth)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

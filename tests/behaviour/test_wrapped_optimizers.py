@@ -244,6 +244,22 @@ def test_it_does_what_it_does_alone_with_the_same_gradients(level: str, name: st
 
 
 @both
+@pytest.mark.parametrize("level", FREE_LEVELS)
+def test_where_no_masters_are_it_may_keep_parameters_of_its_own_list(level: str, shape: str) -> None:
+    weights = []
+    for keeps in (False, True):
+        model = NORMED_MLP.model()
+        optimizer = WRAPPERS[shape](INNER["AdamW"](model.parameters()))
+        if keeps:
+            optimizer.kept = weights_of(optimizer)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        train(NORMED_MLP, model, optimizer, "ccc")
+        weights.append(frozen(dict(model.named_parameters())))
+        amp.close()
+    assert_bitwise(*weights)
+
+
+@both
 @pytest.mark.parametrize("name", ["SGD", "FusedSGD", "RMSprop"])
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_the_functions_that_are_cast_see_the_weights_that_it_wrote(level: str, name: str, shape: str) -> None:

@@ -82,15 +82,15 @@ class GradScaler:
 
     def get_growth_factor(self) -> float:
         """The scale is multiplied by this after `get_growth_interval()` clean steps."""
-        return self._scaler().rule.growth_factor
+        return self._scaler().scale_factor
 
     def get_backoff_factor(self) -> float:
         """The scale is multiplied by this at an overflow."""
-        return self._scaler().rule.backoff_factor
+        return self._scaler().backoff_factor
 
     def get_growth_interval(self) -> int:
         """The number of clean steps in a row after which the scale grows."""
-        return self._scaler().rule.growth_interval
+        return self._scaler()._scale_seq_len
 
     def is_enabled(self) -> bool:
         """False after `initialize(enabled=False)`."""

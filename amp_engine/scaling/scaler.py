@@ -108,19 +108,6 @@ class LossScaler:
         """The factor of a dynamic scale after an overflow."""
         return self._backoff_factor or 1.0 / self.scale_factor
 
-    @property
-    def rule(self) -> DynamicLossScale:
-        """The numbers of the rule of a dynamic scale."""
-        return DynamicLossScale(
-            self._init_scale,
-            self.scale_factor,
-            self.backoff_factor,
-            self._scale_seq_len,
-            self._hysteresis,
-            self._min_loss_scale,
-            self._max_loss_scale,
-        )
-
     def owe(self, update: Callable[[], None]) -> None:
         """Call `update`, which waits for other ranks, before the scaler's state is next read or written."""
         self.settle()

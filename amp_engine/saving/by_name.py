@@ -229,10 +229,8 @@ class TrainingState:
         names, saved = _names(self._model), state_dict["optimizer"]
         state = dict(saved["state"])
         for one, begun in zip(_each(self._optimizer), state_dict["begun"], strict=True):
-            for name in _names_of(one, names):
-                # Version 0.1.0 saved True or False for all weights.
-                if not (begun if isinstance(begun, bool) else name in begun):
-                    state.pop(name, None)
+            for name in set(_names_of(one, names)) - set(begun):
+                state.pop(name, None)
         load_optimizer_state_dict(self._model, self._optimizer, {**saved, "state": state})
         without_wrapper(self._model).load_state_dict(state_dict["model"])
         self._scalers.load_state_dict(state_dict["amp"])

@@ -73,7 +73,6 @@ def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[str, Any, Any]]
             f"{name} is a {type(target).__name__}, which has no load_state_dict.  Leave it out: amp.load returns it."
         )
     keys = list(target) if isinstance(target, dict) else list(range(len(target)))
-    # Version 0.1.0 saved a tuple as a list.
     saved = (
         list(state) if isinstance(state, dict) else list(range(len(state))) if type(state) in (list, tuple) else None
     )

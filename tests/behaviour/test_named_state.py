@@ -413,20 +413,6 @@ def test_a_parameter_without_state_goes_through_dcp_and_begins_as_it_would_have(
     assert_bitwise(everything(model, optimizer), truth)
 
 
-@pytest.mark.parametrize("was_begun", [True, False])
-def test_a_training_state_of_an_earlier_version_loads(was_begun: bool) -> None:
-    model, optimizer = started("O2", ADAMW)
-    train(NORMED_MLP, model, optimizer, "cc" if was_begun else "")
-    state = frozen(amp.training_state(model, optimizer).state_dict())
-    state["begun"] = [was_begun]
-    truth = everything(model, optimizer)
-    amp.close()
-    model, optimizer = started("O2", ADAMW, seed=77)
-    amp.training_state(model, optimizer).load_state_dict(state)
-    assert bool(optimizer.state) == was_begun
-    assert_bitwise(everything(model, optimizer), truth)
-
-
 def test_a_class_that_steps_with_a_closure_only_has_the_state_that_it_has() -> None:
     model = NORMED_MLP.model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)

@@ -35,7 +35,8 @@ def step_(
         g = grad.double() if inv_scale is None else grad.double() * inv_scale.double()
         weight, old = param.double(), [state.double() for state in states]
         if isinstance(formula, Adam):
-            new = _adam(formula, g, weight, old[0], old[1], step.double().view(()) if isinstance(step, Tensor) else step)
+            number = step.double().view(()) if isinstance(step, Tensor) else step
+            new = _adam(formula, g, weight, old[0], old[1], number)
         elif isinstance(formula, Adagrad):
             new = _adagrad(formula, g, weight, old[0])
         else:

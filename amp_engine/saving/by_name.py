@@ -123,14 +123,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequenc
     Raises AmpStateError if an optimizer steps a tensor that is no parameter of `model`, or if several optimizers have
     state that a name alone does not tell apart.
     """
-    return _by_name(model, _each(optimizer), {})
-
-
-def _by_name(
-    model: nn.Module, optimizers: Sequence[Optimizer], stand_ins: Mapping[Optimizer, dict[int, Any]]
-) -> dict[str, Any]:
-    """Return `optimizer_state_dict` with `stand_ins`: for each optimizer, state by index of weights that have none."""
-    names = _names(model)
+    names, optimizers = _names(model), _each(optimizer)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     stepped: set[str] = set()
@@ -145,8 +138,7 @@ def _by_name(
                 "parameter, or it names none.  Call amp.optimizer_state_dict(model, optimizer) for each optimizer."
             )
         stepped.update(by_index)
-        for key, value in {**saved["state"], **stand_ins.get(one, {})}.items():
-            state[by_index[key] if isinstance(key, int) else key] = value
+        state.update((by_index[key] if isinstance(key, int) else key, own) for key, own in saved["state"].items())
         groups += [{**group, "params": [by_index[i] for i in group["params"]]} for group in saved["param_groups"]]
     return {"state": state, "param_groups": groups}
 
@@ -209,28 +201,24 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return `{"model": ..., "optimizer": ..., "begun": ..., "amp": ...}`. Waits for the device.
 
-        "begun" has for each optimizer the names of the weights that have state.
+        "begun" has the keys of the state that there is.
         """
-        names, optimizers = _names(self._model), _each(self._optimizer)
-        stand_ins, begun = {}, []
-        for one in optimizers:
-            has_begun = [weight in one.state for weight in _weights(one)]
-            stand_ins[one] = _will_begin(one, [i for i, has in enumerate(has_begun) if not has])
-            begun.append([name for name, has in zip(_names_of(one, names), has_begun, strict=True) if has])
+        by_name, names = optimizer_state_dict(self._model, self._optimizer), _names(self._model)
+        begun = [*by_name["state"]]
+        for one in _each(self._optimizer):
+            of_one = _names_of(one, names)
+            by_name["state"].update((of_one[index], state) for index, state in _will_begin(one).items())
         return {
             "model": without_wrapper(self._model).state_dict(),
-            "optimizer": _by_name(self._model, optimizers, stand_ins),
+            "optimizer": by_name,
             "begun": begun,
             "amp": self._scalers.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`. Raises the errors of its parts."""
-        names, saved = _names(self._model), state_dict["optimizer"]
-        state = dict(saved["state"])
-        for one, begun in zip(_each(self._optimizer), state_dict["begun"], strict=True):
-            for name in set(_names_of(one, names)) - set(begun):
-                state.pop(name, None)
+        saved, begun = state_dict["optimizer"], set(state_dict["begun"])
+        state = {key: value for key, value in saved["state"].items() if key in begun}
         load_optimizer_state_dict(self._model, self._optimizer, {**saved, "state": state})
         without_wrapper(self._model).load_state_dict(state_dict["model"])
         self._scalers.load_state_dict(state_dict["amp"])
@@ -267,8 +255,9 @@ def _weights(optimizer: Optimizer) -> list[Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-def _will_begin(optimizer: Optimizer, indices: Sequence[int]) -> dict[int, Any]:
-    """Return the state by index, every value 0, that weights at `indices` would have after a step. Steps copies."""
+def _will_begin(optimizer: Optimizer) -> dict[int, Any]:
+    """Return the state by index, every value 0, that weights without state would have after a step. Steps copies."""
+    indices = [index for index, weight in enumerate(_weights(optimizer)) if weight not in optimizer.state]
     if not indices:
         return {}
     wanted, places, groups = set(indices), count(), list[dict[str, Any]]()

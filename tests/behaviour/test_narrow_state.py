@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -244,7 +245,7 @@ class Lookahead(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, defaultdict(dict), optimizer.defaults
 
     def step(self, closure: Any = None) -> None:
         self.optimizer.step()

@@ -292,7 +292,7 @@ def _say_skipped(reporter: Reporter, scaling: Scaling, skips_in_a_row: int, back
         reporter.say(f"Gradient overflow.  Skipping step, {fate} {scale}")
 
 
-def _say_taken(reporter: Reporter, scaling: Scaling, backward: Backward) -> None:
+def _say_taken(reporter: Reporter, scaling: Scaling, backward: Backward, in_a_row: int) -> None:
     if not backward.outcome.overflowed() or scaling.reported:
         return
     scaling.reported.add(backward.loss_id)

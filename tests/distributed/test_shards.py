@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_engine import AmpStateError, amp, optimizers
+from amp_engine import AmpStateError, amp, kernels, optimizers
 from tests.ranks import on_ranks
 from tests.support import LEVELS, assert_bitwise
 
@@ -268,6 +268,7 @@ def test_the_param_dtype_of_a_policy_of_the_same_half_is_taken(ranks: Any, shard
     assert_trained(ranks, "first", shard, level)
 
 
+@pytest.mark.skipif(not kernels.has_native(torch.device("cpu")), reason="fused optimizers need compiled kernels")
 @pytest.mark.parametrize("shard", ["units", "tensor_parallel"])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_optimizers_of_dtensors_are_refused_by_initialize(ranks: Any, name: str, shard: str) -> None:

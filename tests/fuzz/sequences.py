@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from amp_engine import Engine, amp
+from amp_engine import Engine, amp, kernels
 from amp_engine.errors import AmpStateError
 from tests.fuzz.actions import ACTIONS
 from tests.fuzz.models import MODELS, OPTIMIZERS
@@ -51,7 +51,8 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
     source = random.Random(seed)
     level = level or source.choice([*LEVELS, "O1", "O2", "O2", "O5"])
     models = [source.choice(["mlp", "mlp", "vector", "normed", "conv"]) for _ in range(source.choice([1, 1, 2]))]
-    kinds = [kind for kind in OPTIMIZERS if level != "O3" or kind not in FUSED_ALONE]
+    has_fused = level != "O3" and kernels.has_native(torch.device("cpu"))
+    kinds = [kind for kind in OPTIMIZERS if has_fused or kind not in FUSED_ALONE]
     apart = len(models) == 2 and source.random() < 0.7
     owned = [[0], [1]] if apart else [list(range(len(models)))]
     dynamic = level in ("O1", "O2")

@@ -134,12 +134,12 @@ def without_compiled(path: str) -> str:
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor by copy-on-write, or at once on a GPU: operators on lists write there what all owners of it see.
+    """Copy a tensor by copy-on-write. No launch on a GPU, where operators on lists write what all owners of it see.
 
     Raises RuntimeError for memory that copy-on-write cannot hold: of numpy, of DLPack, or of several processes.
     """
     clone: Any = torch._lazy_clone
-    copied: torch.Tensor = clone(tensor) if tensor.is_cpu else tensor.clone()
+    copied: torch.Tensor = clone(tensor)
     return copied
 
 

@@ -12,6 +12,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import is_low_precision
+from amp_engine.ground.torch_private import lazy_clone
 from amp_engine.kernels import is_lazy
 from amp_engine.stepping.record import Record
 from amp_engine.stepping.reduction import norm_over
@@ -92,7 +93,7 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
             one.note_clipped()
     else:
         record.clip_whole(norm, float(max_norm), is_seen=taken is not None)
-        norm = norm.clone()  # which the caller may write
+        norm = lazy_clone(norm)  # which the caller may write
     return norm
 
 

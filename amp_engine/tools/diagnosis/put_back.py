@@ -154,11 +154,12 @@ def _copy(memories: dict[int, tuple[torch.UntypedStorage, Tensor]], tensor: Any,
     storage = tensor.untyped_storage()
     if storage.device.type == "meta" or not storage.nbytes() or storage._cdata in memories:
         return
+    memory = _bytes(storage)
     try:
-        memories[storage._cdata] = storage, lazy_clone(_bytes(storage))
+        memories[storage._cdata] = storage, lazy_clone(memory) if memory.is_cpu else memory.clone()
     except RuntimeError:  # memory of an array, or of several processes
         if is_needed:
-            memories[storage._cdata] = storage, _bytes(storage).clone()
+            memories[storage._cdata] = storage, memory.clone()
 
 
 def _is_wrapper(tensor: Tensor) -> bool:

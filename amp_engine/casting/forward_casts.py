@@ -72,7 +72,7 @@ def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
 
     Changes nothing if the class cannot be replaced, such as that of a scripted module or one with its own slots.
     """
-    _inside.forward = is_inside()  # the attribute exists from now on: Dynamo guards that
+    _inside.forward = False  # the attribute exists from now on: Dynamo guards that; an interrupt may have left it True
     with suppress(TypeError):
         if not isinstance(module, _CastsAtForward) and type(module).forward is not nn.Module.forward:
             _change_class(module, _casting)

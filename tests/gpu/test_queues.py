@@ -94,6 +94,7 @@ class Ops(TorchDispatchMode):
         "aten._local_scalar_dense",
         "aten.select.int",
         "aten.detach",
+        "aten._lazy_clone",
         "profiler.",
     )
 

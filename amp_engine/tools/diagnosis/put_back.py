@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amp_engine.ground.random_state import random_state, set_random_state
 from amp_engine.ground.reachable import globals_of, reachable, slots_of
@@ -164,7 +163,7 @@ def _copy(memories: dict[int, tuple[torch.UntypedStorage, Tensor]], tensor: Any,
 
 def _is_wrapper(tensor: Tensor) -> bool:
     """True if the values are in other tensors, as those of a DTensor."""
-    return bool(is_traceable_wrapper_subclass(tensor))
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.compile.conftest import compiler as compiler
-from tests.tools.diagnosis.test_post_mortem import LEVELS, Run
+from tests.tools.diagnosis.test_post_mortem import LEVELS, Run, closes  # noqa: F401  (a fixture)
 
 # Dynamo makes an instance of a Function of Python's, of which torch warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")

@@ -19,7 +19,7 @@ from amp_engine.tools.telemetry.gradient_watch import GradientWatch
 from amp_engine.tools.telemetry.step_times import StepTimes
 from tests.models import NORMED_MLP
 from tests.support import DYNAMIC_LEVELS, LEVELS, assert_bitwise
-from tests.tools.diagnosis.test_post_mortem import Run
+from tests.tools.diagnosis.test_post_mortem import Run, closes  # noqa: F401  (a fixture)
 from tests.tools.telemetry.plants import LAYERS
 
 

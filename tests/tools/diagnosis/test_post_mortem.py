@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,14 +22,25 @@ from tests.tools.telemetry.plants import LAYERS, BackwardOverflow, Model, Plante
 LEVELS = ("O1", "O2", "O4", "O5")
 
 
+@pytest.fixture(autouse=True)
+def closes() -> Iterator[None]:
+    """Close the engines of a test's runs."""
+    yield
+    while Run.open:
+        Run.open.pop().close()
+
+
 class Run:
     """A model in training, into whose third batch something is planted."""
+
+    open: ClassVar[list[Engine]] = []
 
     def __init__(
         self, level: str, kind: str, *, lr: float = 1e-3, wrap: Any = lambda model: model, **keywords: Any
     ) -> None:
         torch.manual_seed(0)
         self.engine = Engine()
+        self.open.append(self.engine)
         self.model = Model(kind)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         self.engine.initialize(self.model, self.optimizer, opt_level=level, **{"verbosity": 0, **keywords})
@@ -285,13 +296,15 @@ def causes_under_ddp(rank: int) -> tuple[list[tuple[str, str, str | None]], str]
             record = run.plant(bad)
             where = record.module if bad == "backward" else record.near
             found.append((level, record.cause, where))
-            del run
+            run.engine.close()
     run = Run("O1", "linear", wrap=DistributedDataParallel)
     run.step()
     run.factor = 1e37 if rank == 1 else 1.0
     run.step()
     run.step()
-    return found, str(run.engine.overflow_report()[1])
+    said = str(run.engine.overflow_report()[1])
+    run.engine.close()
+    return found, said
 
 
 def test_ranks_of_ddp_name_the_same() -> None:

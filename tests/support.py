@@ -199,6 +199,16 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """All that a run goes on from, as copies."""
+    return {
+        "model": frozen(dict(model.named_parameters()) | dict(model.named_buffers())),
+        "saved": frozen(dict(model.state_dict())),
+        "optimizer": optimizer_values(optimizer),
+        "amp": dict(amp.state_dict()),
+    }
+
+
 def picture(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[str, Any]:
     """Everything that a refused call must leave alone: values, dtypes, identities, hooks and attributes."""
     modules = dict(model.named_modules())

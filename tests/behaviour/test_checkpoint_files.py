@@ -21,20 +21,11 @@ from amp_engine import AmpFileError, AmpStateError, AmpTypeError, AmpValueError,
 from amp_engine.saving import checkpoint_file
 from tests.interrupted import Nursery, adamw, damaged, flipped
 from tests.models import NORMED_MLP
-from tests.support import LEVELS, assert_bitwise, frozen, left_alone, optimizer_values, scaler_numbers, started, train
+from tests.support import assert_bitwise, everything, frozen, left_alone, scaler_numbers, started, train
 
 LAST = 6
 # open and lock, whatever torch writes, the archive's end, a look, to the disk, the name, the directory
 STEPS_OF_A_SAVE = ["open", "flock", "write", "finish", "_check_that_it_loads", "fsync", "replace", "open", "fsync"]
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "weights": frozen(dict(model.named_parameters())),
-        "saved": frozen(dict(model.state_dict())),
-        "optimizer": optimizer_values(optimizer),
-        "amp": dict(amp.state_dict()),
-    }
 
 
 @pytest.fixture
@@ -45,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 # --- what is saved and loaded ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_run_goes_on_bitwise(path: Path, level: str) -> None:
     model, optimizer = started(level, adamw)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
@@ -129,7 +120,7 @@ def wrong_shape(model: nn.Module) -> dict[str, Any]:
     return {**model.state_dict(), "3.bias": torch.zeros(5)}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("what", ["model", "optimizer", "amp", "other"])
 def test_what_does_not_fit_is_refused_and_everything_put_back(path: Path, level: str, what: str) -> None:
     model, optimizer = started(level, adamw, seed=5)

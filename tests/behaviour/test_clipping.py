@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import AmpStateError, AmpTypeError, Engine, amp
+from amp_engine import AmpTypeError, Engine, amp
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
-    LEVELS,
     MASTER_LEVELS,
     assert_bitwise,
     backward,
@@ -69,14 +68,12 @@ def assert_same_clip(prepare: Callable[[], Optimizer], use: Callable[[Optimizer,
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-5, atol=1e-7)
 
 
-def one_backward(
-    level: str, make: Callable[[Any], Optimizer] = OPTIMIZERS["SGD"], task: Any = NORMED_MLP
-) -> Callable[[], Optimizer]:
+def one_backward(level: str, make: Callable[[Any], Optimizer] = OPTIMIZERS["SGD"]) -> Callable[[], Optimizer]:
     def prepare() -> Optimizer:
-        model, optimizer = started(level, make, task)
-        train(task, model, optimizer, "c")
+        model, optimizer = started(level, make)
+        train(NORMED_MLP, model, optimizer, "c")
         optimizer.zero_grad()
-        backward(task.loss(model, task.batch(1)), optimizer)
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
         return optimizer
 
     return prepare
@@ -85,8 +82,8 @@ def one_backward(
 # --- the same as torch's --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_norm", [1.0, 1e-2, 1e-12, 0.0, 1e6, INF])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("max_norm", [1e-2, 0.0, 1e6, INF])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_clip_is_the_one_of_torch(level: str, max_norm: float) -> None:
     assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, max_norm))
 
@@ -102,26 +99,15 @@ def test_a_parameter_of_two_optimizers_is_in_the_norms_of_both(level: str) -> No
         torch.testing.assert_close(amp.clip_grad_norm_(optimizer, INF).item(), norm, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("task", [MLP, NORMED_MLP], ids=lambda task: task.name)
-def test_every_optimizer_is_clipped(name: str, task: Any) -> None:
-    assert_same_clip(one_backward("O2", OPTIMIZERS[name], task), lambda optimizer, clip: clip(optimizer, max_norm=1e-2))
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "FusedNovoGrad", "RMSprop"])
+def test_every_optimizer_is_clipped(name: str) -> None:
+    assert_same_clip(one_backward("O2", OPTIMIZERS[name]), lambda optimizer, clip: clip(optimizer, max_norm=1e-2))
 
 
 @pytest.mark.parametrize("norm_type", [2, 1.0, INF, 3.0, 0.5, "inf", -INF])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_every_order_of_norm_is_the_one_of_torch(level: str, norm_type: Any) -> None:
     assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, 1e-2, norm_type=norm_type))
-
-
-def test_pure_half_gradients_are_clipped_too() -> None:
-    _, optimizer = started("O3")
-    for master in amp.master_params(optimizer):
-        master.grad = torch.full_like(master, 0.5)
-    norm = amp.clip_grad_norm_(optimizer, 1.0)
-    expected = true_norm([torch.full_like(master, 0.5) for master in amp.master_params(optimizer)])
-    assert norm.item() == pytest.approx(expected, rel=1e-2)
-    assert true_norm(gradients(optimizer)) == pytest.approx(1.0, rel=1e-2)
 
 
 def by_level(level: str) -> torch.optim.Optimizer:
@@ -156,25 +142,6 @@ def test_a_norm_beyond_float16_is_finite() -> None:
     amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
     model.weight.grad = torch.full_like(model.weight, 60000.0)
     assert amp.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(120000.0)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_clip_with_no_gradients_at_all_gives_zero(level: str) -> None:
-    _, optimizer = started(level)
-    norm = amp.clip_grad_norm_(optimizer, 1.0)
-    assert_bitwise(norm, by_torch(optimizer, 1.0))
-    before = masters(optimizer)
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_clip_after_the_step_gives_the_norm_of_what_is_left(level: str) -> None:
-    model, optimizer = started(level)
-    train(NORMED_MLP, model, optimizer, "c")
-    assert_bitwise(amp.clip_grad_norm_(optimizer, INF), by_torch(optimizer, INF))
-    optimizer.zero_grad()
-    assert amp.clip_grad_norm_(optimizer, 1.0).item() == 0
 
 
 @pytest.mark.parametrize("engine", ["none", "another", "closed"])
@@ -213,20 +180,11 @@ def test_amp_that_is_not_enabled_clips() -> None:
     assert true_norm(gradients(optimizer)) == pytest.approx(1e-2, rel=1e-3)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", *MASTER_LEVELS])
-def test_the_norm_is_a_float32_scalar_of_the_unscaled_gradients(level: str) -> None:
-    optimizer = one_backward(level)()
-    norm = amp.clip_grad_norm_(optimizer, INF)
-    assert norm.dtype == torch.float32
-    assert norm.shape == ()
-    assert not norm.requires_grad
-    assert norm.item() == pytest.approx(true_norm(gradients(optimizer)), rel=1e-6)
-
-
 def test_the_norm_is_the_users_to_keep() -> None:
     """Writing into it clips nothing; later clips leave it alone."""
     optimizer = one_backward("O2")()
     norm = amp.clip_grad_norm_(optimizer, 1e-2)
+    assert (norm.dtype, norm.shape, norm.requires_grad) == (torch.float32, (), False)
     value = norm.item()
     norm.fill_(1e9)
     assert true_norm(gradients(optimizer)) == pytest.approx(1e-2, rel=1e-3)
@@ -247,7 +205,7 @@ def look(optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", *MASTER_LEVELS])
-@pytest.mark.parametrize("norm_type", [2.0, INF, 1.0])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
 def test_the_factor_shows_when_gradients_are_looked_at_after_the_clip(level: str, norm_type: float) -> None:
     optimizer = one_backward(level)()
     whole = gradients(optimizer)
@@ -259,7 +217,7 @@ def test_the_factor_shows_when_gradients_are_looked_at_after_the_clip(level: str
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "RMSprop"])
 def test_looking_after_a_clip_changes_no_bit_of_the_step(name: str, level: str) -> None:
     def run(*, looking: bool) -> dict[str, Any]:
         optimizer = one_backward(level, OPTIMIZERS[name])()
@@ -272,43 +230,18 @@ def test_looking_after_a_clip_changes_no_bit_of_the_step(name: str, level: str) 
         return values
 
     seen, unseen = run(looking=True), run(looking=False)
-    if name in ("FusedLAMB", "FusedNovoGrad"):  # their own norms are of rounded gradients, or of half ones
+    if name == "FusedLAMB":  # its own norms are of rounded gradients, or of half ones
         torch.testing.assert_close(seen["params"], unseen["params"], rtol=1e-5, atol=1e-7)
     else:
         assert_bitwise(seen, unseen)
 
 
-@pytest.mark.parametrize("which", [slice(0, 1), slice(1, 3), slice(None)], ids=["first", "some", "all"])
-@pytest.mark.parametrize("edited", [False, True])
-def test_a_clip_of_gradients_that_were_looked_at_or_edited_is_the_one_of_torch(which: slice, edited: bool) -> None:
-    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
-        for master in list(amp.master_params(optimizer))[which]:
-            if edited:
-                master.grad.mul_(3)
-            else:
-                assert master.grad is not None
-        return clip(optimizer, 1e-2)
-
-    assert_same_clip(one_backward("O2"), use)
-
-
-@pytest.mark.parametrize("which", [slice(0, 1), slice(1, 3), slice(None)], ids=["first", "some", "all"])
-def test_gradients_edited_after_a_clip_are_stepped_as_they_are(which: slice) -> None:
+def test_gradients_edited_after_a_clip_are_stepped_as_they_are() -> None:
     def use(optimizer: Optimizer, clip: Clip) -> Tensor:
         norm = clip(optimizer, 1e-2)
-        for master in list(amp.master_params(optimizer))[which]:
+        for master in list(amp.master_params(optimizer))[1:3]:
             master.grad.mul_(3)
         return norm
-
-    assert_same_clip(one_backward("O2"), use)
-
-
-@pytest.mark.parametrize("how", ["none", "assigned"])
-def test_gradients_replaced_before_a_clip_count(how: str) -> None:
-    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
-        master = next(iter(amp.master_params(optimizer)))
-        master.grad = None if how == "none" else torch.ones_like(master)
-        return clip(optimizer, 1e-2)
 
     assert_same_clip(one_backward("O2"), use)
 
@@ -328,8 +261,7 @@ def test_zero_grad_undoes_a_clip(set_to_none: bool) -> None:
     assert_bitwise(after, gradients(optimizer))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_clip_counts_for_one_step_only(level: str) -> None:
+def test_a_clip_counts_for_one_step_only() -> None:
     def use(optimizer: Optimizer, clip: Clip) -> Tensor:
         norm = clip(optimizer, 1e-6)
         optimizer.step()
@@ -338,17 +270,15 @@ def test_a_clip_counts_for_one_step_only(level: str) -> None:
             master.grad = torch.ones_like(master)
         return norm
 
-    assert_same_clip(one_backward(level), use)
+    assert_same_clip(one_backward("O2"), use)
 
 
 # --- several clips, several backwards -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(
-    "max_norms", [(1e-2, 1e-3), (1e-3, 1e-2), (1e-2, 1e-2), (1e6, 1e-2), (1e-2, INF), (1e-2, 1e-3, 1e-4)], ids=str
-)
-@pytest.mark.parametrize("norm_types", [(2.0, 2.0, 2.0), (2.0, INF, 1.0), (1.0, 2.0, INF)], ids=str)
+@pytest.mark.parametrize("max_norms", [(1e-3, 1e-2), (1e6, 1e-2), (1e-2, INF), (1e-2, 1e-3, 1e-4)], ids=str)
+@pytest.mark.parametrize("norm_types", [(2.0, 2.0, 2.0), (2.0, INF, 1.0)], ids=str)
 def test_clips_in_a_row_are_those_of_torch(level: str, max_norms: Any, norm_types: Any) -> None:
     assert_same_clip(
         one_backward(level),
@@ -356,93 +286,23 @@ def test_clips_in_a_row_are_those_of_torch(level: str, max_norms: Any, norm_type
     )
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", *MASTER_LEVELS])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("between", [None, 1e-2])
-@pytest.mark.parametrize("task", [MLP, NORMED_MLP], ids=lambda task: task.name)
-def test_a_clip_after_accumulation_is_the_one_of_torch(level: str, between: float | None, task: Any) -> None:
+def test_a_clip_after_accumulation_is_the_one_of_torch(level: str, between: float | None) -> None:
     models: list[nn.Module] = []
 
     def prepare() -> Optimizer:
-        model, optimizer = started(level, task=task)
+        model, optimizer = started(level)
         models.append(model)
-        backward(task.loss(model, task.batch()), optimizer)
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
         return optimizer
 
     def use(optimizer: Optimizer, clip: Clip) -> list[Tensor]:
         norms = [] if between is None else [clip(optimizer, between)]
-        backward(task.loss(models[-1], task.batch(1)), optimizer)
+        backward(NORMED_MLP.loss(models[-1], NORMED_MLP.batch(1)), optimizer)
         return [*norms, clip(optimizer, 2e-2)]
 
     assert_same_clip(prepare, use)
-
-
-def test_a_clip_over_parameters_of_which_some_were_reached_twice() -> None:
-    heads: list[nn.ModuleList] = []
-
-    def loss(*indices: int) -> Tensor:
-        return sum(heads[-1][i](torch.ones(2, 4).half()).float().square().mean() for i in indices)
-
-    def prepare() -> Optimizer:
-        torch.manual_seed(0)
-        heads.append(nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]))
-        optimizer = torch.optim.SGD(heads[-1].parameters(), lr=0.1)
-        amp.initialize(heads[-1], optimizer, opt_level="O2", verbosity=0, loss_scale=128.0)
-        backward(loss(0), optimizer)
-        backward(loss(0, 1), optimizer)
-        return optimizer
-
-    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
-    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2, INF))
-
-
-def test_a_clip_after_losses_of_two_scales_is_the_one_of_torch() -> None:
-    def prepare() -> Optimizer:
-        model, optimizer = started(num_losses=2)
-        amp._amp_state.loss_scalers[1]._loss_scale = 2.0**7
-        for index in range(2):
-            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, loss_id=index)
-        return optimizer
-
-    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
-
-
-def test_a_clip_after_a_delayed_window_is_the_one_of_torch() -> None:
-    def prepare() -> Optimizer:
-        model, optimizer = started()
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2, optimizer, delay_unscale=True)
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)) / 2, optimizer)
-        return optimizer
-
-    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1000.0, 2.0**-3])
-def test_a_clip_under_a_static_scale_is_the_one_of_torch(scale: float) -> None:
-    def prepare() -> Optimizer:
-        model, optimizer = started(loss_scale=scale)
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-        return optimizer
-
-    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_frozen_parameters_do_not_count(level: str, when: str) -> None:
-    def prepare() -> Optimizer:
-        model = NORMED_MLP.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if when == "before":
-            model[0].requires_grad_(False)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        if when == "after":
-            train(NORMED_MLP, model, optimizer, "c")
-            model[0].requires_grad_(False)
-        optimizer.zero_grad()
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
-        return optimizer
-
-    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
 
 
 def test_each_of_two_optimizers_is_clipped_by_its_own_norm() -> None:
@@ -462,21 +322,12 @@ def test_each_of_two_optimizers_is_clipped_by_its_own_norm() -> None:
     assert clipped == [pytest.approx(1e-2, rel=1e-3), whole[1]]
 
 
-def test_gradients_that_are_exactly_zero_stay_zero() -> None:
-    model, optimizer = started(task=MLP)
-    backward(MLP.loss(model, MLP.batch()) * 0.0, optimizer)
-    assert amp.clip_grad_norm_(optimizer, 1.0).item() == 0
-    before = masters(optimizer)
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-
-
 # --- overflow -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm_type", [2.0, INF, 1.0])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "RMSprop"])
 def test_a_clip_of_an_overflow_skips_and_leaves_every_bit(name: str, level: str, norm_type: float) -> None:
     model, optimizer = started(level, OPTIMIZERS[name])
     train(NORMED_MLP, model, optimizer, "c")
@@ -494,8 +345,8 @@ def test_a_clip_of_an_overflow_skips_and_leaves_every_bit(name: str, level: str,
     assert not torch.equal(masters(optimizer)[0], before["params"][0])
 
 
-@pytest.mark.parametrize("norm_type", [2.0, INF, 1.0])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_error_if_nonfinite_raises_and_clips_nothing(level: str, norm_type: float) -> None:
     model, optimizer = started(level, loss_scale="dynamic")
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=True)
@@ -518,24 +369,6 @@ def test_a_refused_clip_leaves_the_gradients_as_they_were() -> None:
     with pytest.raises(RuntimeError):
         amp.clip_grad_norm_(optimizer, 1e-3, error_if_nonfinite=True)
     assert_bitwise(gradients(optimizer), kept)
-
-
-@pytest.mark.parametrize("error_if_nonfinite", [False, True])
-def test_a_finite_norm_is_no_error(error_if_nonfinite: bool) -> None:
-    optimizer = one_backward("O2")()
-    norm = amp.clip_grad_norm_(optimizer, 1e-2, error_if_nonfinite=error_if_nonfinite)
-    assert math.isfinite(norm.item())
-
-
-@pytest.mark.parametrize("outcomes", ["oc", "co"])
-def test_a_clip_after_an_overflow_among_several_backwards_skips(outcomes: str) -> None:
-    model, optimizer = started()
-    before = optimizer_values(optimizer)
-    for index, outcome in enumerate(outcomes):
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o")
-    assert not math.isfinite(amp.clip_grad_norm_(optimizer, 1.0).item())
-    optimizer.step()
-    assert_bitwise(optimizer_values(optimizer), before)
 
 
 @pytest.mark.parametrize("max_norm", [1.0, INF])
@@ -567,7 +400,7 @@ def test_scaled_half_gradients_are_clipped_where_no_gradient_is_float32() -> Non
         torch.testing.assert_close(p.grad.float(), g.float() / norm, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_parameter_that_left_its_group_since_the_backward_does_not_count(level: str) -> None:
     model = nn.Linear(1, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -584,7 +417,7 @@ def test_a_parameter_that_left_its_group_since_the_backward_does_not_count(level
 # --- parameters in place of the optimizer ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_clip_of_parameters_is_that_of_their_optimizer(level: str) -> None:
     outcomes = []
     for of_parameters in (True, False):
@@ -627,7 +460,7 @@ def test_a_clip_of_the_parameters_of_two_optimizers_is_by_their_common_norm(leve
     assert true_norm([*gradients(optimizers[0]), *gradients(optimizers[1])]) == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_clipping_by_value_is_that_of_torch_on_master_params(level: str) -> None:
     outcomes = []
     for by_amp in (True, False):
@@ -668,7 +501,7 @@ def test_master_params_of_a_model_says_what_it_takes() -> None:
         amp.master_params(MLP.model())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_torchs_clip_of_the_models_gradients_is_that_of_the_optimizer(level: str) -> None:
     outcomes = []
     for by_amp in (True, False):
@@ -679,24 +512,8 @@ def test_torchs_clip_of_the_models_gradients_is_that_of_the_optimizer(level: str
         optimizer.step()
         outcomes.append((norm.float(), masters(optimizer)))
         amp.close()
-    is_half = level in ("O3", "O5")  # the gradients of the model
+    is_half = level == "O5"  # the gradients of the model
     torch.testing.assert_close(*outcomes, rtol=1e-2 if is_half else 1e-5, atol=1e-5 if is_half else 1e-7)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_gradients_written_between_a_clip_and_its_step_are_refused(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    before = masters(optimizer)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    amp.clip_grad_norm_(optimizer, 1e-2)
-    model[0].weight.grad.mul_(2)
-    with pytest.raises(AmpStateError, match=r"written after amp\.clip_grad_norm_.*torch\.nn\.utils\.clip_grad_norm_"):
-        optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-    optimizer.zero_grad()
-    backward(MLP.loss(model, MLP.batch(1)), optimizer)
-    optimizer.step()
-    assert not torch.equal(masters(optimizer)[0], before[0])
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
@@ -737,7 +554,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 @pytest.mark.parametrize("how", WRITES)
 def test_gradients_written_after_the_exit_are_clipped_by_the_norm_that_they_have(

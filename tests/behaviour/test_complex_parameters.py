@@ -12,18 +12,10 @@ from torch import Tensor, nn
 from amp_engine import amp
 from tests.support import assert_bitwise
 
-SCALED = {"O1": {"loss_scale": 128.0}, "O2": {"loss_scale": 128.0}, "O4": {}, "O5": {}}
+SCALED = {"O1": {"loss_scale": 128.0}, "O2": {"loss_scale": 128.0}, "O4": {}}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "Adadelta": torch.optim.Adadelta,
     "Adagrad": torch.optim.Adagrad,
-    "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
-    "Adamax": torch.optim.Adamax,
-    "ASGD": torch.optim.ASGD,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": torch.optim.RMSprop,
-    "Rprop": torch.optim.Rprop,
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 }
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
-import prodigyopt
 import pytest
 import schedulefree
 import torch
@@ -17,19 +15,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_engine import AmpGradientWarning, AmpStateError, amp
-from amp_engine.optimizers import FusedAdam, FusedSGD
+from amp_engine.optimizers import FusedAdam
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
-    LEVELS,
     MASTER_LEVELS,
     assert_bitwise,
-    assert_same_step,
     backward,
     entries_of,
     frozen,
     masters,
     optimizer_values,
-    step_beside,
     train,
     weights_of,
 )
@@ -55,130 +50,7 @@ class CountsInGroup(Optimizer):
                     self.state[param].setdefault("seen", torch.zeros(())).add_(1)
 
 
-class RefusesEmptyGroups(CountsInGroup):
-    """Raises when a group holds no parameter with a gradient, as Adai and AdamS do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        count = sum(p.grad is not None for group in self.param_groups for p in group["params"])
-        if count == 0:
-            raise ZeroDivisionError("no parameter has a gradient")
-        super().step()
-
-
-class CallsSuper(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-class CallsSuperTwice(CallsSuper):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-def schedule_free(params: Any) -> Optimizer:
-    optimizer = schedulefree.AdamWScheduleFree(params, lr=0.01, warmup_steps=4)
-    optimizer.train()
-    return optimizer
-
-
-def schedule_free_sgd(params: Any) -> Optimizer:
-    optimizer = schedulefree.SGDScheduleFree(params, lr=0.1)
-    optimizer.train()
-    return optimizer
-
-
-MAKERS: dict[str, Callable[[Any], Optimizer]] = {
-    "ASGD": torch.optim.ASGD,
-    "Adadelta": torch.optim.Adadelta,
-    "Adafactor": torch.optim.Adafactor,
-    "Adagrad": torch.optim.Adagrad,
-    "Adam": torch.optim.Adam,
-    "Adam amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
-    "Adam foreach": lambda params: torch.optim.Adam(params, foreach=True),
-    "Adam fused": lambda params: torch.optim.Adam(params, fused=True),
-    "AdamW": torch.optim.AdamW,
-    "AdamW tensor lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-3)),
-    "Adamax": torch.optim.Adamax,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": torch.optim.RMSprop,
-    "Rprop": torch.optim.Rprop,
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.05),
-    "SGD momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=1e-2),
-    "schedulefree.AdamWScheduleFree": schedule_free,
-    "schedulefree.SGDScheduleFree": schedule_free_sgd,
-    "prodigyopt.Prodigy": lambda params: prodigyopt.Prodigy(params, weight_decay=1e-2),
-    "counts in its groups": CountsInGroup,
-    "refuses empty groups": RefusesEmptyGroups,
-    "calls super().step()": CallsSuper,
-    "calls super().step() twice removed": CallsSuperTwice,
-}
-
-
-def started(maker: str, level: str) -> tuple[nn.Module, Optimizer]:
-    model = NORMED_MLP.model()
-    names = dict(model.named_parameters())
-    groups = [
-        {"params": [param for name, param in names.items() if name.endswith("weight")]},
-        {"params": [param for name, param in names.items() if name.endswith("bias")]},
-    ]
-    optimizer = MAKERS[maker](groups)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return model, optimizer
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("first", ["", "cc"], ids=["first step", "later step"])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_a_skip_leaves_parameters_state_and_group_entries_alone(maker: str, first: str, level: str) -> None:
-    model, optimizer = started(maker, level)
-    train(NORMED_MLP, model, optimizer, first)
-    before = optimizer_values(optimizer)
-    halves = frozen(dict(model.named_parameters()))
-    groups = [id(group) for group in optimizer.param_groups]
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(9)), optimizer, overflow=True)
-    assert optimizer.step() is None
-    assert_bitwise(optimizer_values(optimizer), before)
-    assert_bitwise(frozen(dict(model.named_parameters())), halves)
-    assert [id(group) for group in optimizer.param_groups] == groups
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_steps_around_a_skip_are_bitwise_those_without_it(maker: str, level: str) -> None:
-    def run(script: str) -> dict[str, Any]:
-        model, optimizer = started(maker, level)
-        index = 0
-        for outcome in script:
-            if outcome == "h":
-                amp._amp_state.loss_scalers[0]._loss_scale /= 2
-            else:
-                model.eval()
-                train(NORMED_MLP, model, optimizer, outcome, first=index)
-                index += outcome == "c"
-        values = optimizer_values(optimizer)
-        amp.close()
-        return values
-
-    assert_bitwise(run("ococc"), run("hchcc"))
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_masters_at_o2_take_the_step_of_the_bare_optimizer(maker: str) -> None:
-    """The optimizer, given the masters and their gradients, without any engine, does the same.
-
-    Bit by bit, but for Adam, whose fused step rounds at other places than torch's (tests/kernels holds it to float64).
-    """
-    model, optimizer = started(maker, "O2")
-    start = iter(masters(optimizer))
-    bare = MAKERS[maker]([{"params": [nn.Parameter(next(start)) for _ in g["params"]]} for g in optimizer.param_groups])
-    for index in range(3):
-        step_beside(NORMED_MLP, model, optimizer, bare, index)
-    assert_same_step(optimizer, masters(optimizer), [param.detach() for param in weights_of(bare)])
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_muon_trains_matrices_beside_another_optimizer(level: str) -> None:
     model = MLP.model()
     matrices = [param for param in model.parameters() if param.ndim == 2]
@@ -196,22 +68,6 @@ def test_muon_trains_matrices_beside_another_optimizer(level: str) -> None:
         losses.append(loss.item())
         assert torch.equal(before[0], masters(muon)[0]) == (outcome == "o")
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
-def test_lbfgs_runs_its_closure_where_there_is_nothing_to_scale(level: str) -> None:
-    model = MLP.model()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = MLP.loss(model, MLP.batch())
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    assert optimizer.step(closure) < first
 
 
 class NeedsClosure(torch.optim.SGD):
@@ -242,80 +98,16 @@ def test_an_optimizer_that_needs_a_closure_is_refused_where_closures_are(
 
 
 def test_group_entries_written_by_a_real_step_stay() -> None:
-    model, optimizer = started("counts in its groups", "O2")
+    model = NORMED_MLP.model()
+    params = list(model.parameters())
+    optimizer = CountsInGroup([{"params": params[:2]}, {"params": params[2:]}])
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     train(NORMED_MLP, model, optimizer, "ccoc")
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]
     assert [group["history"] for group in optimizer.param_groups] == [[1, 2, 3], [1, 2, 3]]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("maker", ["calls super().step()", "calls super().step() twice removed"])
-def test_a_subclass_that_calls_super_steps_once(maker: str, level: str) -> None:
-    model, optimizer = started(maker, level)
-    train(NORMED_MLP, model, optimizer, "ccc")
-    assert {state["step"].item() for state in optimizer.state.values()} == {3.0}
-
-
 # --- a step that raises ---------------------------------------------------------------------------
-
-
-class RaisesOnce(CountsInGroup):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.fuse = 0
-
-    def step(self, closure: Any = None) -> None:
-        self.fuse -= 1
-        if self.fuse == 0:
-            raise OSError("the step failed")
-        super().step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("earlier", ["", "c"], ids=["first step", "second step"])
-def test_a_step_that_raises_leaves_gradients_and_flags_and_the_next_one_works(level: str, earlier: str) -> None:
-    def run(*, failing: bool) -> list[torch.Tensor]:
-        model = NORMED_MLP.model()
-        optimizer = RaisesOnce(model.parameters())
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        train(NORMED_MLP, model, optimizer, earlier)
-        optimizer.zero_grad()
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
-        gradients = [param.grad.clone() for param in amp.master_params(optimizer)]
-        if failing:
-            before = masters(optimizer)
-            optimizer.fuse = 1
-            with pytest.raises(OSError, match="the step failed"):
-                optimizer.step()
-            assert_bitwise(masters(optimizer), before)
-            assert_bitwise([param.grad for param in amp.master_params(optimizer)], gradients)
-            expected = {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
-            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == expected
-        optimizer.step()
-        train(NORMED_MLP, model, optimizer, "c", first=2)
-        values = masters(optimizer)
-        amp.close()
-        return values
-
-    assert_bitwise(run(failing=True), run(failing=False))
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_hooks_of_the_user_see_the_gradients_and_run_once_a_step(level: str) -> None:
-    model = NORMED_MLP.model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    seen: dict[str, list[Any]] = {"before": [], "after": [], "later": []}
-
-    def grads(opt: Optimizer) -> list[bool]:
-        return [param.grad is not None for param in weights_of(opt)]
-
-    optimizer.register_step_pre_hook(lambda opt, a, k: seen["before"].append(grads(opt)))
-    optimizer.register_step_post_hook(lambda opt, a, k: seen["after"].append(opt))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    optimizer.register_step_pre_hook(lambda opt, a, k: seen["later"].append(1))
-    train(NORMED_MLP, model, optimizer, "cc")
-    assert seen["before"] == [[True] * 5] * 2
-    assert len(seen["after"]) == len(seen["later"]) == 2
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -356,42 +148,7 @@ def test_a_step_sees_no_casts_at_o1() -> None:
     assert seen == [torch.float32]
 
 
-def test_the_value_of_a_real_step_is_free_and_of_a_skipped_one_none() -> None:
-    model, optimizer = started("SGD", "O2")
-    backward(MLP.loss(model, MLP.batch()), optimizer, overflow=True)
-    assert optimizer.step() is None
-
-
 # --- what a class keeps on itself -----------------------------------------------------------------
-
-
-class Registers(torch.optim.SGD):
-    """Keeps a list of its subclasses, and looks attributes up in what is inside of it."""
-
-    kinds: ClassVar[list[type]] = []
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        Registers.kinds.append(cls)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "factor":
-            return 0.5
-        raise AttributeError(name)
-
-    def step(self, closure: Any = None) -> Any:
-        assert self.factor == 0.5
-        assert not hasattr(self, "missing")
-        return super().step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_class_that_knows_its_subclasses_hears_of_none(level: str) -> None:
-    model = MLP.model()
-    optimizer = Registers(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(MLP, model, optimizer, "co")
-    assert Registers.kinds == []
 
 
 class LooksAtFew(torch.optim.SGD):
@@ -424,7 +181,7 @@ def test_what_a_step_does_not_look_at_is_not_copied() -> None:
 
 @pytest.mark.parametrize("when", ["after initialize", "before the step", "in an iteration that is left open"])
 @pytest.mark.parametrize("make", ["SGD", "foreign"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_hook_that_is_registered_late_clips_what_is_stepped(level: str, make: str, when: str) -> None:
     model = MLP.model()
     params = model.parameters()
@@ -456,7 +213,7 @@ def test_a_hook_that_is_registered_late_clips_what_is_stepped(level: str, make: 
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_hooks_run_once_and_in_their_order_and_give_their_arguments_on(level: str) -> None:
     model = MLP.model()
     optimizer = TakesFactor(model.parameters())
@@ -544,55 +301,37 @@ class StepsElsewhere(Optimizer):
     def __init__(self, model: nn.Module, place: str) -> None:
         params = list(model.parameters())
         super().__init__(params, {"lr": 0.1})
-        self.kept: Any = {
-            "list": params,
-            "nested": {"all": [tuple(params)]},
-            "model": model,
-            "namespace": SimpleNamespace(params=params),
-            "function": lambda: params,
-            "groups": self.param_groups,
-        }[place]
-        self.place = place
-
-    def params(self) -> list[Any]:
-        match self.place:
-            case "nested":
-                return list(self.kept["all"][0])
-            case "model":
-                return list(self.kept.parameters())
-            case "namespace":
-                return list(self.kept.params)
-            case "function":
-                return list(self.kept())
-            case "groups":
-                return list(self.kept[0]["params"])
-            case _:
-                return list(self.kept)
+        kept = {
+            "list": (params, lambda kept: kept),
+            "nested": ({"all": [tuple(params)]}, lambda kept: kept["all"][0]),
+            "model": (model, lambda kept: kept.parameters()),
+            "function": (lambda: params, lambda kept: kept()),
+            "groups": (self.param_groups, lambda kept: kept[0]["params"]),
+        }
+        self.kept, self.params_of = kept[place]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for param in self.params():
+        for param in self.params_of(self.kept):
             if param.grad is not None:
                 param.sub_(param.grad, alpha=0.1)
 
 
-@pytest.mark.parametrize("place", ["list", "nested", "model", "namespace", "function"])
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_an_optimizer_that_steps_parameters_beside_its_groups_is_refused_with_masters(level: str, place: str) -> None:
+@pytest.mark.parametrize("place", ["list", "nested", "model", "function"])
+def test_an_optimizer_that_steps_parameters_beside_its_groups_is_refused_with_masters(place: str) -> None:
     model = MLP.model()
     optimizer = StepsElsewhere(model, place)
     before = frozen(model.state_dict())
     with pytest.raises(RuntimeError, match=r"StepsElsewhere keeps parameters in its \.kept"):
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert_bitwise(frozen(model.state_dict()), before)
     assert not optimizer._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_an_optimizer_that_steps_its_groups_under_another_name_is_taken(level: str) -> None:
+def test_an_optimizer_that_steps_its_groups_under_another_name_is_taken() -> None:
     model = MLP.model()
     optimizer = StepsElsewhere(model, "groups")
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     before = frozen(model.state_dict())
     train(MLP, model, optimizer, "c")
     after = model.state_dict()
@@ -690,15 +429,13 @@ def perturbed_losses(model: nn.Module, wrapper: Any, optimizer: Optimizer | None
 
 FIRST_ORDER: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "FusedSGD": lambda params: FusedSGD(params, lr=0.05),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
 }
 
 
 @pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("name", FIRST_ORDER)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_weights_that_are_moved_between_two_backwards_of_a_step_are_those_of_the_second(
     level: str, name: str, through_data: bool
 ) -> None:
@@ -776,7 +513,7 @@ def test_an_optimizer_that_steps_by_another_is_refused_beside_masters(level: str
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+@pytest.mark.parametrize("level", ["O1", "O3"])
 def test_optimizers_in_a_list_step_what_their_groups_share(level: str) -> None:
     moved = []
     for shares in (True, False):
@@ -809,7 +546,7 @@ def test_a_proxy_that_is_no_optimizer_is_refused_by_name() -> None:
         amp.initialize(model, proxy, opt_level="O2", verbosity=0)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_schedule_free_eval_reaches_the_model_and_train_brings_it_back(level: str) -> None:
     model = MLP.model()
     optimizer = schedulefree.SGDScheduleFree(model.parameters(), lr=0.5)
@@ -835,7 +572,6 @@ def test_a_schedule_free_eval_reaches_the_model_and_train_brings_it_back(level: 
 
 
 SCALED: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
     "fused AdamW": lambda params: torch.optim.AdamW(params, fused=True),
     "FusedAdam": FusedAdam,
     "RMSprop": torch.optim.RMSprop,
@@ -876,20 +612,6 @@ def test_a_grad_scaler_that_unscales_float16_gradients_is_refused_by_torch(made:
     unscales = (made, how) != ("fused AdamW", "not unscaled")  # whose step unscales
     with pytest.raises(ValueError, match="unscale FP16 gradients") if unscales else nullcontext():
         steps_of_grad_scaler(torch.amp.GradScaler("cpu"), "O2", made, how)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_grad_scaler_that_is_off_or_around_scale_loss_steps(level: str) -> None:
-    for scaler in (torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=1.0)):
-        model = MLP.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        before = masters(optimizer)
-        backward(scaler.scale(MLP.loss(model, MLP.batch())), optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        assert not torch.equal(masters(optimizer)[0], before[0])
-        amp.close()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

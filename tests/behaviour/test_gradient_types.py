@@ -93,8 +93,8 @@ def test_its_norm_and_the_clipped_gradient_have_all_bits(run: str, name: str, gr
     torch.testing.assert_close(before - exact(model), total * (0.5 / total.norm()), rtol=3e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("zero", ["none", "in place", "of the model", "never"])
-@pytest.mark.parametrize(("run", "name"), runs("AdamW", "SGD", "RMSprop"))
+@pytest.mark.parametrize("zero", ["none", "never"])
+@pytest.mark.parametrize(("run", "name"), runs("AdamW", "RMSprop"))
 def test_training_goes_on_as_with_half_gradients(run: str, name: str, zero: str, grad_dtype: Any) -> None:
     losses = []
     for dtype in (grad_dtype, "default"):
@@ -109,10 +109,8 @@ def test_training_goes_on_as_with_half_gradients(run: str, name: str, zero: str,
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
-            if zero == "of the model":
-                model.zero_grad()
-            elif zero != "never":
-                optimizer.zero_grad(set_to_none=zero == "none")
+            if zero != "never":
+                optimizer.zero_grad()
             found.append(loss.item())
         losses.append(found)
         amp.close()

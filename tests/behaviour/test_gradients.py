@@ -21,7 +21,6 @@ from amp_engine.ground.distributed import local_gradient
 from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
-    LEVELS,
     MASTER_LEVELS,
     WEIGHT_DTYPE,
     assert_bitwise,
@@ -33,20 +32,12 @@ from tests.support import (
     optimizer_values,
     scaler_numbers,
     started,
-    train,
     weights_of,
 )
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [master.grad.clone() for master in amp.master_params(optimizer)]
-
-
-def fp32_gradients(*indices: int) -> list[Tensor]:
-    model = NORMED_MLP.model()
-    for index in indices:
-        NORMED_MLP.loss(model, NORMED_MLP.batch(index)).backward()
-    return [param.grad for param in model.parameters()]
 
 
 def make_plain(params: Any) -> torch.optim.Optimizer:
@@ -61,17 +52,7 @@ def assert_close(actual: list[Tensor], truth: list[Tensor], tolerance: float = 0
 # --- what stands where after the exit -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_master_gradients_are_unscaled_at_the_exit(level: str) -> None:
-    model, optimizer = started(level)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
-    assert_close(gradients(optimizer), fp32_gradients(0), tolerance)
-    if level != "O3":
-        assert {gradient.dtype for gradient in gradients(optimizer)} == {torch.float32}
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0**10, 1000.0])
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_the_models_gradients_are_those_of_the_backward_over_the_scale(level: str, scale: float) -> None:
     class Layouts(nn.Module):
@@ -102,25 +83,7 @@ def test_the_models_gradients_are_those_of_the_backward_over_the_scale(level: st
         assert master.stride() == param.stride()
 
 
-@pytest.mark.parametrize("outcome", "co")
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_stay_after_a_step_taken_or_skipped_and_are_added_to(level: str, outcome: str) -> None:
-    model, optimizer = started(level, make_plain, loss_scale="dynamic")
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 16, optimizer, overflow=outcome == "o")
-    kept = gradients(optimizer)
-    optimizer.step()
-    assert_bitwise(gradients(optimizer), kept)
-    if outcome == "c":
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) * 0, optimizer)
-        assert_bitwise(gradients(optimizer), kept)
-
-
 # --- edits of gradients ---------------------------------------------------------------------------
-
-
-def scale_in_place(params: list[Tensor]) -> None:
-    for param in params:
-        param.grad.mul_(0.5)
 
 
 def scale_data(params: list[Tensor]) -> None:
@@ -131,11 +94,6 @@ def scale_data(params: list[Tensor]) -> None:
 def assign_data(params: list[Tensor]) -> None:
     for param in params:
         param.grad.data = param.grad.data * 0.5
-
-
-def assign(params: list[Tensor]) -> None:
-    for param in params:
-        param.grad = param.grad * 0.5
 
 
 def drop_one(params: list[Tensor]) -> None:
@@ -154,26 +112,10 @@ def clip_value(params: list[Tensor]) -> None:
     nn.utils.clip_grad_value_(params, 1e-3)
 
 
-def zero_in_place(params: list[Tensor]) -> None:
-    for param in params:
-        param.grad.zero_()
-
-
-def drop_all(params: list[Tensor]) -> None:
-    for param in params:
-        param.grad = None
-
-
 @pytest.mark.filterwarnings("ignore:.*finds no gradient")
 @pytest.mark.parametrize("whose", ["the masters'", "the model's"])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize(
-    "edit",
-    [
-        *(scale_in_place, scale_data, assign_data, assign, drop_one, foreach),
-        *(clip_norm, clip_value, zero_in_place, drop_all),
-    ],
-)
+@pytest.mark.parametrize("edit", [scale_data, assign_data, drop_one, foreach, clip_norm, clip_value])
 def test_an_edit_of_gradients_counts_as_in_torch(edit: Any, level: str, whose: str) -> None:
     """SGD, which rounds like torch's, against torch's own on FP32 parameters with the same gradients and edits."""
     model, optimizer = started(level, task=MLP)
@@ -195,12 +137,11 @@ def test_an_edit_of_gradients_counts_as_in_torch(edit: Any, level: str, whose: s
         assert_bitwise(masters(optimizer), masters(bare))
 
 
-@pytest.mark.parametrize("scale", [2.0**10, 1000.0])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "FusedAdam", "RMSprop"])
-def test_looking_at_gradients_changes_no_bit_of_the_step(name: str, level: str, scale: float) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_looking_at_gradients_changes_no_bit_of_the_step(name: str, level: str) -> None:
     def run(*, looking: bool) -> dict[str, Any]:
-        model, optimizer = started(level, STEPPED[name], loss_scale=scale)
+        model, optimizer = started(level, STEPPED[name], loss_scale=1000.0)
         for index in range(3):
             optimizer.zero_grad()
             backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
@@ -242,74 +183,7 @@ def test_a_gradient_given_to_a_master_that_had_none_is_clipped_with_the_others()
     assert nn.utils.get_total_norm(gradients(optimizer)).item() == pytest.approx(1.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_clipping_the_master_gradients_clips_the_step(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    before = masters(optimizer)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-2)
-    assert norm > 1e-2
-    optimizer.step()
-    step = sum((a - b).double().square().sum() for a, b in zip(masters(optimizer), before, strict=True))
-    assert step.sqrt().item() == pytest.approx(0.1 * 1e-2, rel=0.05)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clipping_by_value_clips_the_step(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
-    before = masters(optimizer)
-    optimizer.step()
-    largest = max((a - b).abs().max().item() for a, b in zip(masters(optimizer), before, strict=True))
-    assert largest == pytest.approx(1e-4, rel=1e-2)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_master_gradient_set_by_the_user_is_the_one_that_is_stepped(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    before = masters(optimizer)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    for master in amp.master_params(optimizer):
-        master.grad = torch.ones_like(master)
-    optimizer.step()
-    for new, old in zip(masters(optimizer), before, strict=True):
-        assert_bitwise(new, torch.add(old, torch.ones_like(old), alpha=-0.1))
-
-
 # --- accumulation ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_add_up_over_backwards_until_they_are_zeroed(level: str) -> None:
-    model, optimizer = started(level)
-    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
-    for index in range(3):
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
-        assert_close(gradients(optimizer), fp32_gradients(*range(index + 1)), tolerance)
-    optimizer.zero_grad()
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(0)), optimizer)
-    assert_close(gradients(optimizer), fp32_gradients(0), tolerance)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_gradients_add_up_over_scales_that_differ(level: str) -> None:
-    model, optimizer = started(level, num_losses=2, loss_scale="dynamic")
-    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**12
-    amp._amp_state.loss_scalers[1]._loss_scale = 2.0**5
-    for index in range(2):
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, loss_id=index)
-    assert_close(gradients(optimizer), fp32_gradients(0, 1), 0.05 if level == "O3" else 0.02)
-
-
-def test_accumulation_at_o2_happens_in_float() -> None:
-    """1 + 2**-12 is 1 in half; the masters' gradients see the difference."""
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0, verbosity=0)
-    for value in (1.0, 2.0**-12):
-        backward((model(torch.ones(1, 1)) * value).sum(), optimizer)
-    assert gradients(optimizer)[0].item() == 1 + 2.0**-12
 
 
 def seen_backward(model: nn.Module, optimizers: Any, loss: Tensor, **keywords: Any) -> dict[str, Tensor]:
@@ -366,7 +240,7 @@ def accumulated(
     return model, optimizer, truth
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", ["O1", *MASTER_LEVELS])
 @pytest.mark.parametrize("plan", PLANS)
 def test_backwards_before_a_step_add_up_in_fp32(plan: str, level: str) -> None:
     model, optimizer, truth = accumulated(PLANS[plan], level)
@@ -384,89 +258,16 @@ def peek(optimizer: torch.optim.Optimizer) -> None:
         assert master.grad is None or master.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("plan", PLANS)
-def test_adding_up_unseen_gradients_gives_the_bits_of_adding_up_seen_ones(plan: str, level: str) -> None:
-    def run(edit: Any) -> dict[str, Any]:
-        model, optimizer, _ = accumulated(PLANS[plan], level, edit)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(model.loss("first+second", 9), optimizer)
-        optimizer.step()
-        values = optimizer_values(optimizer)
-        amp.close()
-        return values
-
-    assert_bitwise(run(None), run(peek))
-
-
-def test_an_overflow_in_an_accumulated_backward_skips_the_whole_step() -> None:
-    model, optimizer = started("O2")
-    before = masters(optimizer)
-    for index, outcome in enumerate("coc"):
-        loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index))
-        backward(loss, optimizer, overflow=outcome == "o")
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-    assert scaler_numbers() == (32768.0, 1)
-
-
 CHECKED = {
-    **{level: {"loss_scale": "dynamic"} for level in LEVELS},
+    **{level: {"loss_scale": "dynamic"} for level in ("O1", "O2", "O3")},
     "O0, static": {"loss_scale": 64.0, "skip_on_overflow": True},
     "O4, scale of 1": {"skip_on_overflow": True},
     "O5, split": {"loss_scale": "dynamic", "master_weights": "split"},
-}
-OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),
-    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
-    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
 }
 
 
 def is_finite(model: nn.Module) -> bool:
     return all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-@pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
-@pytest.mark.parametrize("outcomes", ["ooc", "coc", "oc", "cooccz", "oocczc"])
-@pytest.mark.parametrize("level", CHECKED)
-def test_no_step_is_taken_on_gradients_that_a_skipped_step_left(level: str, outcomes: str, delay: bool) -> None:
-    """Without zero_grad() the model's own gradients add up, so one that is not finite skips until they are gone."""
-    options = CHECKED[level] | {"loss_scale": 64.0, "skip_on_overflow": True}
-    model, optimizer = started(level[:2], OPTIMIZERS["SGD"], **options)
-    has_bad = False
-    for index, outcome in enumerate(outcomes):
-        if outcome == "z":
-            optimizer.zero_grad()
-            has_bad = False
-        else:
-            backward(
-                NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o", delay_unscale=delay
-            )
-            has_bad |= outcome == "o"
-            optimizer.step()
-            assert amp.current_engine().step_was_skipped(optimizer) == has_bad
-        assert is_finite(model)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", CHECKED)
-def test_zero_grad_after_skipped_steps_ends_the_skips(level: str, kind: str, set_to_none: bool) -> None:
-    if level == "O5, split" and kind == "Rprop":
-        pytest.skip("has no step of ours")
-    model, optimizer = started(level[:2], OPTIMIZERS[kind], **CHECKED[level])
-    for index, outcome in enumerate("coocc"):
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)) / 2**12, optimizer, overflow=outcome == "o")
-        optimizer.step()
-        assert is_finite(model)
-    optimizer.zero_grad(set_to_none)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2**12, optimizer)
-    optimizer.step()
-    assert not amp.current_engine().step_was_skipped(optimizer)
-    assert is_finite(model)
 
 
 @pytest.mark.parametrize("level", CHECKED)
@@ -509,25 +310,10 @@ def test_a_backward_outside_that_overflowed_skips_the_step_of_the_next_one(level
     assert is_finite(model)
 
 
-@pytest.mark.parametrize("level", CHECKED)
-def test_what_a_skipped_step_left_skips_two_optimizers_of_one_loss(level: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    amp.initialize(model, optimizers, opt_level=level[:2], verbosity=0, num_losses=2, **CHECKED[level])
-    for loss_id, outcome in enumerate("oococ"):
-        listed = optimizers if loss_id % 2 == 0 else optimizers[:1]
-        model[1].requires_grad_(loss_id % 2 == 0)
-        loss = model(torch.ones(2, 4)).float().sum() / 2**12
-        backward(loss, listed, overflow=outcome == "o", loss_id=loss_id % 2)
-        for optimizer in listed:
-            optimizer.step()
-        assert is_finite(model)
-
-
 # --- delay_unscale --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_zero_grad_in_an_open_window_reaches_gradients_that_the_window_has_not_touched(level: str) -> None:
     model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -542,7 +328,7 @@ def test_zero_grad_in_an_open_window_reaches_gradients_that_the_window_has_not_t
     assert other is None
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_gradients_that_an_open_window_has_not_touched_are_there_after_it(level: str) -> None:
     model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -566,54 +352,6 @@ def test_a_backward_adds_to_a_gradient_that_was_laid_out_otherwise(level: str) -
         weight = next(amp.master_params(optimizer))
         assert weight.grad.to_dense().eq(2.0 * count).all()
         weight.grad = weight.grad.t().contiguous().t()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_delayed_backwards_are_one_big_batch(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    for index in range(3):
-        loss = MLP.loss(model, MLP.batch(index)) / 4
-        backward(loss, optimizer, delay_unscale=True)
-        assert scaler_numbers()[1] == 0
-    backward(MLP.loss(model, MLP.batch(3)) / 4, optimizer)
-    plain = MLP.model()
-    inputs, targets = (torch.cat(parts) for parts in zip(*MLP.batches(4), strict=True))
-    F.mse_loss(plain(inputs), targets).backward()
-    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
-    assert_close(gradients(optimizer), [param.grad for param in plain.parameters()], tolerance)
-    if level in ("O1", "O2"):
-        assert scaler_numbers() == (65536.0, 1)
-    before = masters(optimizer)
-    optimizer.step()
-    assert not torch.equal(masters(optimizer)[0], before[0])
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_delayed_window_can_be_opened_again_and_again(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    for window in range(3):
-        optimizer.zero_grad()
-        backward(MLP.loss(model, MLP.batch(2 * window)), optimizer, delay_unscale=True)
-        backward(MLP.loss(model, MLP.batch(2 * window + 1)), optimizer)
-        both = gradients(optimizer)
-        optimizer.zero_grad()
-        for index in (2 * window, 2 * window + 1):
-            backward(MLP.loss(model, MLP.batch(index)), optimizer)
-        assert_close(both, gradients(optimizer), 1e-2)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_in_a_delayed_backward_skips_the_step_of_its_window(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    before = masters(optimizer)
-    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True, overflow=True)
-    backward(MLP.loss(model, MLP.batch(1)), optimizer)
-    assert scaler_numbers() == (32768.0, 0)
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-    train(MLP, model, optimizer, "c", first=2)
-    assert not torch.equal(masters(optimizer)[0], before[0])
 
 
 def overflow_elsewhere() -> None:
@@ -700,24 +438,10 @@ def test_a_loss_is_unscaled_by_its_own_scale_when_the_scale_moves_inside_of_the_
     assert_close(gradients(optimizer), expected, 1e-2)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_an_overflow_is_told_to_the_scaler_that_came_while_the_window_was_open(level: str) -> None:
-    model, optimizer = started_beside_another(level, loss_scale="dynamic")
-    before = masters(optimizer)
-    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
-    other = MLP.model()
-    optimizer_of_other = torch.optim.SGD(other.parameters(), lr=0.1)
-    amp.initialize(other, optimizer_of_other, opt_level=level, verbosity=0, loss_scale="dynamic")
-    backward(MLP.loss(model, MLP.batch(1)), optimizer, overflow=True)
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-    assert scaler_numbers() == (32768.0, 0)
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("end", ["exit", "step"])
 @pytest.mark.parametrize("move", [load_a_scale, write_a_scale])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_two_open_windows_of_different_scales_get_one_loss(
     level: str, move: Any, end: str, order: tuple[int, int]
 ) -> None:
@@ -765,127 +489,7 @@ def test_a_loss_id_that_is_refused_leaves_windows_of_different_scales_open() -> 
     assert_bitwise([[p.grad.clone() for p in m.parameters()] for m in (model, OTHER[0])], scaled)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("before", "set_to_none"), [(False, False), (False, True), (True, True)])
-def test_zero_grad_in_an_open_window_throws_away_it_and_what_came_before(
-    level: str, before: bool, set_to_none: bool
-) -> None:
-    model, optimizer = started(level, task=MLP)
-    if before:
-        backward(MLP.loss(model, MLP.batch(4)), optimizer)
-    backward(MLP.loss(model, MLP.batch(5)), optimizer, delay_unscale=True)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    backward(MLP.loss(model, MLP.batch(0)), optimizer)
-    after = gradients(optimizer)
-    amp.close()
-    model, optimizer = started(level, task=MLP)
-    backward(MLP.loss(model, MLP.batch(0)), optimizer)
-    assert_bitwise(after, gradients(optimizer))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_exception_before_the_backward_keeps_the_open_window(level: str) -> None:
-    def fails(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        with amp.scale_loss(MLP.loss(model, MLP.batch(5)), optimizer):
-            raise ZeroDivisionError
-
-    def run(*, interrupted: bool) -> list[Tensor]:
-        model, optimizer = started(level, task=MLP)
-        backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
-        if interrupted:
-            with pytest.raises(ZeroDivisionError):
-                fails(model, optimizer)
-        backward(MLP.loss(model, MLP.batch(1)), optimizer)
-        values = gradients(optimizer)
-        amp.close()
-        return values
-
-    assert_bitwise(run(interrupted=True), run(interrupted=False))
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_an_undelayed_backward_before_a_delayed_one_is_kept(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    backward(MLP.loss(model, MLP.batch(0)), optimizer)
-    backward(MLP.loss(model, MLP.batch(1)), optimizer, delay_unscale=True)
-    backward(MLP.loss(model, MLP.batch(2)), optimizer)
-    three = gradients(optimizer)
-    amp.close()
-    model, optimizer = started(level, task=MLP)
-    for index in range(3):
-        backward(MLP.loss(model, MLP.batch(index)), optimizer)
-    assert_close(three, gradients(optimizer), 0.05 if level == "O5" else 1e-2)
-
-
 # --- several losses, graphs and optimizers --------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_losses_of_one_graph_with_retain_graph(level: str) -> None:
-    model, optimizer = started(level, task=MLP, num_losses=2)
-    outputs = model(MLP.batch()[0]).float()
-    first, second = outputs.square().mean(), (outputs - 1).abs().mean()
-    with amp.scale_loss(first, optimizer, loss_id=0) as scaled_loss:
-        scaled_loss.backward(retain_graph=True)
-    with amp.scale_loss(second, optimizer, loss_id=1) as scaled_loss:
-        scaled_loss.backward()
-    ours = gradients(optimizer)
-    plain = MLP.model()
-    outputs = plain(MLP.batch()[0])
-    (outputs.square().mean() + (outputs - 1).abs().mean()).backward()
-    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
-    assert_close(ours, [param.grad for param in plain.parameters()], tolerance)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_gan_with_two_optimizers_and_three_losses_trains_as_in_fp32(level: str) -> None:
-    def run(level: str | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        generator, critic = (
-            nn.Linear(4, 8),
-            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)),
-        )
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (generator, critic)]
-        if level is not None:
-            amp.initialize([generator, critic], optimizers, opt_level=level, num_losses=3, verbosity=0)
-        bce = F.binary_cross_entropy_with_logits
-
-        def descend(loss: Tensor, optimizer: torch.optim.Optimizer, loss_id: int) -> None:
-            if level is None:
-                loss.backward()
-            else:
-                backward(loss, optimizer, loss_id=loss_id)
-
-        for _ in range(4):
-            real, noise = torch.randn(16, 8) + 1, torch.randn(16, 4)
-            optimizers[1].zero_grad()
-            logits = critic(real)
-            descend(bce(logits, torch.ones_like(logits)), optimizers[1], 0)
-            logits = critic(generator(noise).detach())
-            descend(bce(logits, torch.zeros_like(logits)), optimizers[1], 1)
-            optimizers[1].step()
-            optimizers[0].zero_grad()
-            logits = critic(generator(noise))
-            descend(bce(logits, torch.ones_like(logits)), optimizers[0], 2)
-            optimizers[0].step()
-        values = [param.detach().clone() for opt in optimizers for param in weights_of(opt)]
-        amp.close()
-        return values
-
-    for ours, truth in zip(run(level), run(None), strict=True):
-        torch.testing.assert_close(ours.float(), truth, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_one_loss_into_several_optimizers(level: str) -> None:
-    model = NORMED_MLP.model()
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[1], model[3])]
-    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizers)
-    ours = [gradient for optimizer in optimizers for gradient in gradients(optimizer)]
-    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
-    assert_close(ours, fp32_gradients(0), tolerance)
 
 
 def test_gradients_of_an_optimizer_that_is_not_listed_are_left_alone() -> None:
@@ -899,27 +503,6 @@ def test_gradients_of_an_optimizer_that_is_not_listed_are_left_alone() -> None:
     before = masters(optimizers[1])
     optimizers[1].step()
     assert not torch.equal(masters(optimizers[1])[0], before[0])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_parameters_without_a_gradient_stay_where_they_are(level: str) -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            return self.used(inputs)
-
-    model = Half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    before = masters(optimizer)
-    backward(model(MLP.batch()[0]).float().square().mean(), optimizer)
-    optimizer.step()
-    after = masters(optimizer)
-    assert not torch.equal(after[0], before[0])
-    assert_bitwise(after[2:], before[2:])
 
 
 # --- sparse gradients -----------------------------------------------------------------------------
@@ -941,7 +524,7 @@ SPARSE = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, about its own Adagrad
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_gradients_train(name: str, level: str) -> None:
     def run(level: str | None) -> Tensor:
@@ -971,16 +554,6 @@ def test_sparse_gradients_train(name: str, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_in_a_sparse_gradient_is_seen(level: str) -> None:
-    model, optimizer = embedding(level, SPARSE["SGD"])
-    before = masters(optimizer)
-    backward(model(torch.tensor([1, 2])).float().sum(), optimizer, overflow=True)
-    optimizer.step()
-    assert scaler_numbers() == (32768.0, 0)
-    assert_bitwise(masters(optimizer), before)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_two_entries_of_a_row_that_overflow_only_when_added_are_seen(level: str) -> None:
     """Uncoalesced values are finite, their sum is not representable."""
     model, optimizer = embedding(level, SPARSE["SGD"])
@@ -994,110 +567,6 @@ def test_two_entries_of_a_row_that_overflow_only_when_added_are_seen(level: str)
     assert all(value.isfinite().all() for value in now)
     if level == "O1":
         assert_bitwise(now, before)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_sparse_gradients_add_up(level: str) -> None:
-    model, optimizer = embedding(level, SPARSE["SGD"])
-    for rows in ([1, 2], [2, 3]):
-        backward(model(torch.tensor(rows)).float().sum() / 4, optimizer)
-    (gradient,) = gradients(optimizer)
-    dense = gradient.to_dense()
-    assert [row.sum().item() for row in dense[:5]] == [0, 1, 2, 1, 0]
-
-
-# --- groups that change ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("when", ["before the first backward", "between steps", "between backwards"])
-def test_a_group_added_later_is_trained_like_the_others(level: str, when: str) -> None:
-    model = NORMED_MLP.model()
-    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if when == "between steps":
-        train(NORMED_MLP, model, optimizer, "c")
-    if when == "between backwards":
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    model[0].zero_grad()
-    model[1].zero_grad()  # scaled: no optimizer owned these until now
-    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
-    optimizer.add_param_group({"params": model[1].weight})
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 1]
-    before = [master.float() for master in masters(optimizer)]
-    if level != "O3":
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
-        assert {master.dtype for master in amp.master_params(optimizer)} == {torch.float32}
-        optimizer.step()
-    else:
-        train(NORMED_MLP, model, optimizer, "c", first=1)
-    for new, old in zip(masters(optimizer), before, strict=True):
-        assert not torch.equal(new.float(), old)
-        assert (new - old).abs().max() < 1
-    if level in MASTER_LEVELS:
-        half = model[0].weight
-        assert_bitwise(half.detach(), masters(optimizer)[2].to(half.dtype))
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_group_added_later_starts_from_the_exact_values(level: str) -> None:
-    model = MLP.model()
-    exact = [param.detach().clone() for param in model[0].parameters()]
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    rounded = [value.to(model[0].weight.dtype).float() for value in exact]
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    added = masters(optimizer)[2:]
-    assert [a.dtype for a in added] == [torch.float32] * 2
-    for ours, e, r in zip(added, exact, rounded, strict=True):
-        assert torch.equal(ours, e) or torch.equal(ours, r)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_parameter_that_has_a_master_is_not_added_a_second_time(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-
-    def add_and_use() -> None:
-        optimizer.add_param_group({"params": [model[0].weight]})
-        backward(MLP.loss(model, MLP.batch()), optimizer)
-
-    with pytest.raises((ValueError, RuntimeError)):
-        add_and_use()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_freezing_stops_and_unfreezing_resumes_the_training_of_a_layer(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    train(MLP, model, optimizer, "c")
-    model[0].requires_grad_(False)
-    optimizer.zero_grad()
-    before = [param.detach().clone() for param in model.parameters()]
-    train(MLP, model, optimizer, "c", first=1)
-    after = [param.detach().clone() for param in model.parameters()]
-    assert_bitwise(after[:2], before[:2])
-    assert not torch.equal(after[2], before[2])
-    model[0].requires_grad_(True)
-    train(MLP, model, optimizer, "c", first=2)
-    assert not torch.equal(model[0].weight.detach(), after[0])
-    assert (model[0].weight.detach() - after[0]).abs().max() < 1
-
-
-# --- gradients of gradients -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_gradient_penalty_trains(level: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    inputs = MLP.batch()[0].requires_grad_()
-    outputs = model(inputs).float()
-    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
-    backward(0.1 * outputs.mean() + 0.1 * (slope.norm(dim=1) - 1).square().mean(), optimizer)
-    assert all(gradient.isfinite().all() for gradient in gradients(optimizer))
-    optimizer.step()
 
 
 # --- gradients that are not what lies in their memory ---------------------------------------------
@@ -1117,8 +586,8 @@ STEPPED = {
 }
 
 
-@pytest.mark.parametrize("name", STEPPED)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "RMSprop"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize(
     ("kind", "when"),
     [
@@ -1163,8 +632,8 @@ def test_a_gradient_that_is_not_what_lies_in_its_memory_counts_as_what_it_is(
     assert_bitwise(run(lazy=True), run(lazy=False))
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_weight_that_is_a_negative_view_is_trained_as_what_it_is(level: str, name: str) -> None:
     def run(*, lazy: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -1186,7 +655,7 @@ def test_a_weight_that_is_a_negative_view_is_trained_as_what_it_is(level: str, n
 
 @pytest.mark.parametrize("looking", [False, True])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "FusedLAMB", "RMSprop"])
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "RMSprop"])
 def test_gradients_of_any_layout_are_stepped(name: str, level: str, looking: bool) -> None:
     layouts = [
         lambda g: g,
@@ -1219,7 +688,7 @@ def test_gradients_of_any_layout_are_stepped(name: str, level: str, looking: boo
     assert_bitwise(run(odd=True), run(odd=False))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
 @pytest.mark.parametrize("looking", [False, True])
 def test_parameters_of_other_types_are_stepped_beside(name: str, looking: bool) -> None:
     """float32 and float64 parameters that belong to no model, as a learned temperature does."""
@@ -1312,7 +781,7 @@ def test_an_optimizer_that_a_parameter_refers_to_is_freed() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_gradients_in_memory_of_others_are_stepped(level: str) -> None:
     outcomes = []
     for of_others in (False, True):
@@ -1330,29 +799,7 @@ def test_gradients_in_memory_of_others_are_stepped(level: str) -> None:
     assert_bitwise(outcomes[0], outcomes[1])
 
 
-CAST: dict[str, Any] = {level: {} for level in LEVELS} | {"O5, split": {"master_weights": "split"}}
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_gradients_that_are_views_of_a_bucket_are_added_to_when_the_bucket_is_written_again(level: str) -> None:
-    """DistributedDataParallel(gradient_as_bucket_view=True) leaves such views."""
-    model, optimizer = started(level, task=MLP)
-    bucket = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=WEIGHT_DTYPE[level])
-    views = bucket.split([p.numel() for p in model.parameters()])
-    for index in range(3):
-        with amp.scale_loss(MLP.loss(model, MLP.batch(index)), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            for param, view in zip(model.parameters(), views, strict=True):
-                if index == 0:
-                    param.grad = view.copy_(param.grad.flatten()).view_as(param)
-                else:
-                    view.fill_(7.0)
-    ours = gradients(optimizer)
-    amp.close()
-    model, optimizer = started(level, task=MLP)
-    for index in range(3):
-        backward(MLP.loss(model, MLP.batch(index)), optimizer)
-    assert_bitwise(ours, gradients(optimizer))
+CAST: dict[str, Any] = {level: {} for level in ("O1", "O2", "O3")} | {"O5, split": {"master_weights": "split"}}
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -1406,7 +853,7 @@ def test_the_gradients_of_a_clip_are_what_close_leaves() -> None:
     assert norm.item() == pytest.approx(1e-2, rel=1e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, STEPPED["FusedSGD"]])
 def test_a_graph_from_before_a_step_of_its_parameter_cannot_be_run_backward(make: Any, level: str) -> None:
     model, optimizer = started(level, make, MLP)
@@ -1424,14 +871,12 @@ def test_a_graph_from_before_a_step_of_its_parameter_cannot_be_run_backward(make
 ZEROED = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer, in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "model": lambda model, optimizer: model.zero_grad(),
-    "model, in place": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "one parameter": lambda model, optimizer: setattr(model[0].weight, "grad", None),
     "half of it": lambda model, optimizer: [p.grad.mul_(0) for p in (model[0].weight, model[3].weight)],
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("how", ZEROED)
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
 def test_zero_grad_in_the_body_is_heeded(level: str, how: str, delay: bool) -> None:
@@ -1456,18 +901,14 @@ def test_zero_grad_in_the_body_is_heeded(level: str, how: str, delay: bool) -> N
     assert_close(run(level), run(None), {"O4": 0.1, "O5": 0.1}.get(level, 0.03))
 
 
-LATE = {how: ZEROED[how] for how in ("optimizer", "optimizer, in place", "model", "model, in place")}
-
-
-@pytest.mark.parametrize("level", [*LEVELS, "O5, split"])
-@pytest.mark.parametrize("how", LATE)
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, FusedAdam])
-def test_zero_grad_after_a_backward_in_the_first_body_is_heeded(level: str, how: str, kind: Any) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5, split"])
+@pytest.mark.parametrize("how", ["optimizer", "optimizer, in place"])
+def test_zero_grad_after_a_backward_in_the_first_body_is_heeded(level: str, how: str) -> None:
     """z: it; b: a backward."""
 
     def run(level: str | None, body: str) -> list[Tensor | None]:
         model = NORMED_MLP.model()
-        optimizer = kind(model.parameters(), lr=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         if level is not None:
             amp.initialize(model, optimizer, opt_level=level[:2], verbosity=0, loss_scale=64.0, **CAST[level])
         loss = NORMED_MLP.loss(model, NORMED_MLP.batch()).float()
@@ -1476,7 +917,7 @@ def test_zero_grad_after_a_backward_in_the_first_body_is_heeded(level: str, how:
                 if action == "b":
                     scaled_loss.backward(retain_graph=True)
                 else:
-                    LATE[how](model, optimizer)
+                    ZEROED[how](model, optimizer)
         params = model.parameters() if level is None else amp.master_params(optimizer)
         found = [None if p.grad is None else p.grad.clone() for p in params]
         amp.close()
@@ -1489,26 +930,7 @@ def test_zero_grad_after_a_backward_in_the_first_body_is_heeded(level: str, how:
         assert_close([g for g in ours if g is not None], [g for g in plain if g is not None], tolerance)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", LATE)
-def test_zero_grad_in_the_body_of_another_optimizers_loss_is_heeded(level: str, how: str) -> None:
-    """A generator's loop zeroes so what its loss left in the discriminator."""
-    torch.manual_seed(0)
-    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
-    amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=64.0)
-    x = torch.ones(2, 4)
-    for index in range(3):
-        loss = models[1](models[0](x)).float().sum()
-        with amp.scale_loss(loss, optimizers[0]) as scaled_loss:
-            scaled_loss.backward()
-            if index == 2:
-                LATE[how](models[1], optimizers[1])
-    assert not any(p.grad is not None and p.grad.any() for p in models[1].parameters())
-    assert all(p.grad is not None and p.grad.any() for p in models[0].parameters())
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_that_are_only_computed_in_the_body_leave_earlier_ones(level: str) -> None:
     model, optimizer = started(level, loss_scale=64.0)
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
@@ -1519,70 +941,18 @@ def test_gradients_that_are_only_computed_in_the_body_leave_earlier_ones(level: 
     assert_bitwise(gradients(optimizer), before)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_earlier_gradients_are_put_back_if_the_body_raises_before_and_in_a_backward(level: str) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_of_the_loss_itself_in_a_body_are_refused(level: str) -> None:
     model, optimizer = started(level, loss_scale=64.0)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    before = gradients(optimizer)
-    for run in (lambda loss: None, lambda loss: loss.backward()):
-        loss = NORMED_MLP.loss(model, NORMED_MLP.batch(1))
-        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss, optimizer) as scaled_loss:
-            print(run(scaled_loss), 1 / 0)
-        assert_bitwise(gradients(optimizer), before)
-
-
-EDITS = ZEROED | {
-    "halved": lambda model, optimizer: [p.grad.mul_(0.5) for p in model.parameters()],
-    "clipped": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
-}
-
-
-@pytest.mark.parametrize("level", CHECKED)
-@pytest.mark.parametrize("how", EDITS)
-def test_edits_in_a_body_that_raises_before_its_backward_stay(level: str, how: str) -> None:
-    def run(*, in_body: bool) -> list[Tensor | None]:
-        options = CHECKED[level] | {"loss_scale": 64.0, "skip_on_overflow": True}
-        model, optimizer = started(level[:2], **options)
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-        loss = NORMED_MLP.loss(model, NORMED_MLP.batch(1))
-        if in_body:
-            with pytest.raises(ZeroDivisionError), amp.scale_loss(loss, optimizer):
-                print(EDITS[how](model, optimizer), 1 / 0)
-        else:
-            EDITS[how](model, optimizer)
-        found = [None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)]
-        amp.close()
-        return found
-
-    ours, plain = run(in_body=True), run(in_body=False)
-    assert [g is None for g in ours] == [g is None for g in plain]
-    assert_bitwise([g for g in ours if g is not None], [g for g in plain if g is not None])
-
-
-WRONG = {
-    "itself": lambda loss, model: loss.backward(),
-    "what is made of it": lambda loss, model: (loss / 2 + 1).backward(),
-    "gradients by themselves": lambda loss, model: torch.autograd.grad(loss, list(model.parameters())),
-}
-
-
-@pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", WRONG)
-def test_a_backward_of_the_loss_that_was_passed_in_is_refused(how: str, level: str, delay: bool) -> None:
-    model, optimizer = started(level, loss_scale=64.0)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    before = gradients(optimizer)
-    loss = NORMED_MLP.loss(model, NORMED_MLP.batch(1))
-    with pytest.raises(AmpStateError, match="on the loss that was passed"):  # noqa: SIM117 - which raises is the point
-        with amp.scale_loss(loss, optimizer, delay_unscale=delay):
-            WRONG[how](loss, model)
-    assert_bitwise(gradients(optimizer), before)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
-    optimizer.step()
+    loss = NORMED_MLP.loss(model, NORMED_MLP.batch())
+    with pytest.raises(AmpStateError, match=r"run torch.autograd.grad\(loss, ...\) before the `with`"):  # noqa: SIM117
+        with amp.scale_loss(loss, optimizer):
+            torch.autograd.grad(loss, list(model.parameters()))
 
 
 MIXED = {
+    "alone": lambda loss, scaled: loss.backward(),
+    "a part of it": lambda loss, scaled: (loss / 2 + 1).backward(),
     "before": lambda loss, scaled: [loss.backward(retain_graph=True), scaled.backward()],
     "after": lambda loss, scaled: [scaled.backward(retain_graph=True), loss.backward()],
     "between": lambda loss, scaled: [
@@ -1594,9 +964,9 @@ MIXED = {
 
 
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("order", MIXED)
-def test_a_backward_of_the_loss_itself_beside_the_scaled_one_is_refused(order: str, level: str, delay: bool) -> None:
+def test_a_backward_of_the_loss_that_was_passed_in_is_refused(order: str, level: str, delay: bool) -> None:
     model, optimizer = started(level, loss_scale=64.0)
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
     before = gradients(optimizer)
@@ -1605,6 +975,8 @@ def test_a_backward_of_the_loss_itself_beside_the_scaled_one_is_refused(order: s
         with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
             MIXED[order](loss, scaled_loss)
     assert_bitwise(gradients(optimizer), before)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+    optimizer.step()
 
 
 PARTS = {
@@ -1616,7 +988,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("index", [0, 1], ids=["first", "accumulating"])
 @pytest.mark.parametrize("how", PARTS)
 def test_backwards_of_parts_of_the_loss_are_said_by_name(how: str, index: int, level: str, delay: bool) -> None:
@@ -1658,7 +1030,7 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("how", ALLOWED)
 def test_other_backwards_in_the_body_are_no_error(how: str, level: str) -> None:
     model, optimizer = started(level, loss_scale=64.0)
@@ -1670,18 +1042,10 @@ def test_other_backwards_in_the_body_are_no_error(how: str, level: str) -> None:
         optimizer.step()
 
 
-def test_at_a_scale_of_one_the_loss_itself_may_be_run() -> None:
-    model, optimizer = started("O5")
-    loss = NORMED_MLP.loss(model, NORMED_MLP.batch())
-    with amp.scale_loss(loss, optimizer):
-        loss.backward()
-    assert all(gradient is not None for gradient in gradients(optimizer))
-
-
 # --- gradients of parameters that no listed optimizer steps -----------------------------------------
 
 
-@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5, split"])
 @pytest.mark.parametrize("then", ["step", "scale_loss"])
 def test_a_gradient_that_no_exit_saw_is_refused_where_its_parameter_joins(level: str, then: str) -> None:
     torch.manual_seed(0)
@@ -1737,7 +1101,7 @@ def test_a_body_inside_of_another_after_its_backward_goes_on_with_what_was_there
 # --- what is refused, or said -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_optimizer_that_scale_loss_did_not_list_is_told_to_be_listed(level: str) -> None:
     body, head = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (body, head)]
@@ -1757,7 +1121,7 @@ def test_an_optimizer_that_scale_loss_did_not_list_is_told_to_be_listed(level: s
     assert not torch.equal(masters(optimizers[1])[0], before[0])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("inside", ["the body", "the backward"])
 def test_a_step_inside_of_the_body_is_refused_before_anything_is_stepped(inside: str, level: str) -> None:
     model, optimizer = started(level, task=MLP, loss_scale=64.0)
@@ -1789,24 +1153,16 @@ def test_no_optimizer_at_another_scale_is_refused_with_what_to_type(level: str) 
         amp.scale_loss(torch.ones((), requires_grad=True), None)
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_gradients_that_nobody_edits_are_not_warned_of(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    for index in range(4):
-        backward(MLP.loss(model, MLP.batch(index)), optimizer)
-        assert len([p.grad.float().norm() for p in model.parameters()]) == len(gradients(optimizer))
-        optimizer.step()
-
-
 # --- requires_grad, written through the groups ----------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_body_without_a_backward_is_said_once_by_the_step(level: str) -> None:
     model, optimizer = started(level)
     loss = NORMED_MLP.loss(model, NORMED_MLP.batch())
     with amp.scale_loss(loss, optimizer):
         pass
+    assert scaler_numbers()[1] == (0 if level == "O5" else 1), "it counts as clean"
     with pytest.warns(AmpGradientWarning, match=r"step\(\) finds no gradient.*call scaled_loss.backward\(\) in it"):
         optimizer.step()
     with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer):
@@ -1816,7 +1172,7 @@ def test_a_body_without_a_backward_is_said_once_by_the_step(level: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_gradients_that_are_zeroed_between_the_exit_and_the_step_are_said_once(level: str) -> None:
     model, optimizer = started(level)
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
@@ -1825,7 +1181,7 @@ def test_gradients_that_are_zeroed_between_the_exit_and_the_step_are_said_once(l
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_steps_with_gradients_frozen_weights_and_no_loss_are_not_said_to_miss_any(level: str) -> None:
     model, optimizer = started(level)
     with warnings.catch_warnings():
@@ -1842,7 +1198,7 @@ def test_steps_with_gradients_frozen_weights_and_no_loss_are_not_said_to_miss_an
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_backward_of_the_scaled_loss_after_the_exit_is_refused_before_it_adds_anything(level: str) -> None:
     model, optimizer = started(level, loss_scale=128.0)
     with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer) as scaled_loss:
@@ -1852,7 +1208,7 @@ def test_a_backward_of_the_scaled_loss_after_the_exit_is_refused_before_it_adds_
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_backward_after_an_exit_that_left_gradients_scaled_is_unscaled_with_them(level: str) -> None:
     model, optimizer = started(level, loss_scale=128.0)
     with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, delay_unscale=True) as scaled_loss:

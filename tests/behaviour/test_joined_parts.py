@@ -137,7 +137,7 @@ def test_what_joined_is_saved_and_loaded_exactly(how: str, way: str, joins: str)
 
 
 @pytest.mark.parametrize("way", ["by_attribute", "appended", "replaced", "deep_inside"])
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", ["O2"])
 def test_the_part_alone_is_exact_too_before_the_model_was_ever_saved(level: str, way: str) -> None:
     model, optimizer = started(level)
     part = nn.Linear(8, 8).to(HALF[level])
@@ -154,7 +154,7 @@ def test_the_part_alone_is_exact_too_before_the_model_was_ever_saved(level: str,
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", ["O2"])
 def test_loading_first_of_all_finds_what_joined(level: str, way: str) -> None:
     model, optimizer = started(level)
     part = nn.Linear(8, 8).to(HALF[level])
@@ -186,7 +186,7 @@ def test_a_checkpoint_is_loaded_exactly_into_what_no_backward_has_seen_yet(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", ["O2"])
 def test_close_leaves_no_hook_and_the_exact_values(level: str, way: str) -> None:
     before = len(torch_modules._global_module_registration_hooks)
     model, optimizer = started(level)
@@ -213,7 +213,7 @@ def test_a_model_that_is_gone_leaves_no_hook_either() -> None:
     assert len(torch_modules._global_module_registration_hooks) == before
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", ["O2"])
 def test_copies_and_pickles_of_what_joined_save_their_own_values(level: str) -> None:
     model, optimizer = started(level)
     part = nn.Linear(8, 8).to(HALF[level])

@@ -18,10 +18,10 @@ from amp_engine.kernels import halves
 from amp_engine.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from amp_engine.stepping.exact import exact_of, exact_value
 from tests import support
-from tests.behaviour.test_resume import checkpoint, everything, resumed
+from tests.behaviour.test_resume import checkpoint, resumed
 from tests.models import CNN, LSTM, MLP, NORMED_MLP
 from tests.ranks import on_ranks
-from tests.support import assert_bitwise, backward, frozen, masters, picture, train, weights_of
+from tests.support import assert_bitwise, backward, everything, frozen, masters, picture, train, weights_of
 
 pytestmark = pytest.mark.skipif(not kernels.has_native(torch.device("cpu")), reason="only compiled kernels step them")
 NARROW = {

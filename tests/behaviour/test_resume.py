@@ -14,11 +14,10 @@ from amp_engine import amp
 from tests import support
 from tests.models import CNN, LSTM, NORMED_MLP, Task
 from tests.support import (
-    LEVELS,
     assert_bitwise,
+    everything,
     frozen,
     masters,
-    optimizer_values,
     train,
 )
 
@@ -41,15 +40,6 @@ def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> io.BytesIO
     )
     file.seek(0)
     return file
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "model": frozen(dict(model.named_parameters())) | frozen(dict(model.named_buffers())),
-        "saved": frozen(dict(model.state_dict())),
-        "optimizer": optimizer_values(optimizer),
-        "amp": dict(amp.state_dict()),
-    }
 
 
 def resumed(
@@ -80,12 +70,12 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resuming_is_bitwise_no_interruption(script: str, name: str, level: str) -> None:
     before, after = SCRIPTS[script]
-    if level in ("O0", "O3", "O4", "O5"):
+    if level in ("O3", "O5"):
         before, after = before.replace("o", "c"), after.replace("o", "c")
     make = OPTIMIZERS[name]
     model, optimizer = started(NORMED_MLP, make, level)
@@ -100,7 +90,7 @@ def test_resuming_is_bitwise_no_interruption(script: str, name: str, level: str)
     assert_bitwise(everything(model, optimizer), truth)
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O3", "O4", "O5"])
 def test_resuming_after_a_skip_with_a_dynamic_scale_of_ones_own(level: str) -> None:
     make = OPTIMIZERS["adamw"]
     model, optimizer = started(NORMED_MLP, make, level, loss_scale="dynamic")
@@ -114,7 +104,7 @@ def test_resuming_after_a_skip_with_a_dynamic_scale_of_ones_own(level: str) -> N
     assert_bitwise(everything(model, optimizer), truth)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("task", [CNN, LSTM], ids=lambda task: task.name)
 def test_resuming_real_layers(task: Task, level: str) -> None:
     make = OPTIMIZERS["adamw"]
@@ -129,7 +119,7 @@ def test_resuming_real_layers(task: Task, level: str) -> None:
     assert_bitwise(everything(model, optimizer), truth)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2"])
 @pytest.mark.parametrize("order", list(itertools.permutations(["model", "optimizer", "amp"])))
 def test_the_order_of_loading_does_not_matter(order: tuple[str, ...], level: str) -> None:
     make = OPTIMIZERS["adamw"]
@@ -160,19 +150,6 @@ def test_loading_in_the_middle_of_a_run_resumes_there_too(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_round_trip_of_the_model_alone_is_exact(level: str) -> None:
-    model, optimizer = started(NORMED_MLP, OPTIMIZERS["sgd"], level)
-    train(NORMED_MLP, model, optimizer, "cccc")
-    exact = masters(optimizer)
-    saved = frozen(dict(model.state_dict()))
-    train(NORMED_MLP, model, optimizer, "cc", first=4)
-    result = model.load_state_dict(saved)
-    assert result.missing_keys == result.unexpected_keys == []
-    assert_bitwise(masters(optimizer), exact)
-    assert_bitwise(dict(model.state_dict()), saved)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_loading_a_part_of_the_model_loads_its_masters_and_no_others(level: str) -> None:
     model, optimizer = started(NORMED_MLP, OPTIMIZERS["sgd"], level)
     train(NORMED_MLP, model, optimizer, "cc")
@@ -184,54 +161,6 @@ def test_loading_a_part_of_the_model_loads_its_masters_and_no_others(level: str)
     model[3].load_state_dict(head)
     assert_bitwise(masters(optimizer)[3:], exact[3:])
     assert_bitwise(masters(optimizer)[:3], body)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_tied_weights_agree_in_the_checkpoint_and_load(level: str) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(8, 8)
-            self.second = nn.Linear(8, 8)
-            self.second.weight = self.first.weight
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(inputs))[:, :4]
-
-    tied = Task("tied", Tied, NORMED_MLP.make_batch, NORMED_MLP.criterion)
-    model, optimizer = started(tied, OPTIMIZERS["sgd"], level)
-    train(tied, model, optimizer, "cc")
-    saved = frozen(dict(model.state_dict()))
-    assert saved["first.weight"].dtype == saved["second.weight"].dtype == torch.float32
-    assert_bitwise(saved["first.weight"], saved["second.weight"])
-    exact = masters(optimizer)
-    train(tied, model, optimizer, "c", first=2)
-    model.load_state_dict(saved)
-    assert_bitwise(masters(optimizer), exact)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_checkpoint_of_plain_fp32_training_goes_on_at_a_master_level(level: str) -> None:
-    plain = NORMED_MLP.model(3)
-    model, optimizer = started(NORMED_MLP, OPTIMIZERS["sgd"], level)
-    model.load_state_dict(plain.state_dict())
-    assert_bitwise(masters(optimizer), [param.detach() for param in plain.parameters()])
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_checkpoint_of_a_master_level_is_one_of_plain_fp32(level: str) -> None:
-    model, optimizer = started(NORMED_MLP, OPTIMIZERS["adamw"], level)
-    train(NORMED_MLP, model, optimizer, "ccc")
-    saved = torch.load(checkpoint(model, optimizer), weights_only=True)
-    exact = masters(optimizer)
-    amp.close()
-    plain = NORMED_MLP.model(9)
-    plain_optimizer = OPTIMIZERS["adamw"](plain.parameters())
-    plain.load_state_dict(saved["model"])
-    plain_optimizer.load_state_dict(saved["optimizer"])
-    assert_bitwise([param.detach() for param in plain.parameters()], exact)
-    NORMED_MLP.loss(plain, NORMED_MLP.batch()).backward()
-    plain_optimizer.step()
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -213,7 +213,7 @@ def test_a_dictionary_that_was_copied_or_written_as_json_still_says_what_it_is(l
         ({"loss_scale": 128.0}, {"loss_scale": "dynamic", "max_loss_scale": 512.0}, (512.0, 0)),
     ],
 )
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_a_scaler_was_told_counts_and_not_what_its_level_does(
     level: str, saved: dict[str, Any], resumed_at: dict[str, Any], expected: tuple[float, int]
 ) -> None:
@@ -232,8 +232,8 @@ def test_a_dynamic_scale_that_had_moved_before_starts_anew_from_a_static_one() -
     assert scaler_numbers() == (2.0**16, 0)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("saved_at", LEVELS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("saved_at", ["O2", "O3", "O5"])
 @pytest.mark.parametrize("with_dynamic", [True, False])
 def test_dictionaries_of_0_1_are_told_apart_by_their_attribute(saved_at: str, level: str, with_dynamic: bool) -> None:
     more = {"dynamic": [saved_at in DYNAMIC_LEVELS]} if with_dynamic else {}
@@ -428,7 +428,7 @@ def test_what_cannot_be_converted_is_refused(state: Any, scaler_format: Any, err
 
 
 @pytest.mark.parametrize("scaler_format", ["amp", "apex"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_is_converted_loads_as_the_original_does(level: str, scaler_format: Any) -> None:
     state = written_by(level)
     started(level)

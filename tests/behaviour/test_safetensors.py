@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_engine import amp
 from tests.models import NORMED_MLP
-from tests.support import LEVELS, assert_bitwise, frozen, masters, started, train
+from tests.support import assert_bitwise, frozen, masters, started, train
 
 safetensors = pytest.importorskip(
     "safetensors.torch", reason="an optional dependency: pip install amp_engine[safetensors]"
@@ -30,8 +30,8 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("target", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("target", ["O0", "O2"])
 def test_exact_weights_go_through_a_file(tmp_path: Path, level: str, target: str) -> None:
     path = tmp_path / "model.safetensors"
     model, optimizer = started(level)
@@ -45,7 +45,7 @@ def test_exact_weights_go_through_a_file(tmp_path: Path, level: str, target: str
     assert_bitwise(masters(optimizer), weights)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_shared_weights_too(tmp_path: Path, level: str) -> None:
     path = tmp_path / "model.safetensors"
     model = Tied()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from amp_engine import AmpStateError, AmpTypeError, AmpValueError, DynamicLossScale, Engine
@@ -17,7 +16,7 @@ from amp_engine.scaling.auto import FIRST_SCALE, LARGEST
 from amp_engine.scaling.scaler import LossScaler
 from tests.models import NORMED_MLP
 from tests.ranks import on_ranks
-from tests.support import DYNAMIC_LEVELS, LEVELS, assert_bitwise, backward, started, train
+from tests.support import DYNAMIC_LEVELS, assert_bitwise, backward, started, train
 
 
 def moves(scaler: LossScaler, overflows: str) -> list[float]:
@@ -61,6 +60,11 @@ def test_a_rule_has_bounds_of_its_own() -> None:
         ({"backoff_factor": 1.5}, "backoff_factor is a number between 0 and 1"),
         ({"growth_interval": 0}, "growth_interval is a whole number from 1 on"),
         ({"hysteresis": 1.5}, "hysteresis is a whole number from 1 on"),
+        ({"min_loss_scale": 4.0, "max_loss_scale": 2.0}, "max_loss_scale is at least min_loss_scale"),
+        ({"min_loss_scale": "a"}, "min_loss_scale is None or a finite number"),
+        ({"max_loss_scale": float("inf")}, "max_loss_scale is None or a positive finite number"),
+        ({"init_scale": "x"}, "init_scale is a positive finite number"),
+        ({"backoff_factor": None}, "backoff_factor is a number between 0 and 1"),
     ],
 )
 def test_a_wrong_number_says_what_is_allowed(keywords: dict[str, Any], said: str) -> None:
@@ -142,10 +146,10 @@ def test_auto_recovers_from_data_that_no_scale_helps() -> None:
     assert scaler.loss_scale() >= 1.0
 
 
-def after_burst(kind: Any, bad: Any, script: str, *, level: str = "O2", **keywords: Any) -> dict[str, Any]:
+def after_burst(kind: Any, bad: Any, script: str, **keywords: Any) -> dict[str, Any]:
     """Train with a bad batch for each `x` of `script`, and count taken steps whose gradients were all 0."""
     with Engine() as engine:
-        model, optimizer = started(level, engine=engine, loss_scale=kind, **keywords)
+        model, optimizer = started("O2", engine=engine, loss_scale=kind, **keywords)
         scales, flushed = [], 0
         for index, outcome in enumerate(script):
             optimizer.zero_grad()
@@ -166,21 +170,19 @@ BURSTS = ["ccccx", "cccc" + 6 * "x", "cccc" + 20 * "x", "cccc" + 10 * "xc", 6 * 
 
 
 @pytest.mark.parametrize("burst", BURSTS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_loss_that_is_not_finite_says_nothing_of_an_auto_scale(level: str, bad: float, burst: str) -> None:
-    found = after_burst("auto", bad, burst + "cc", level=level)
-    clean = after_burst("auto", bad, "cccccc", level=level)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_says_nothing_of_an_auto_scale(bad: float, burst: str) -> None:
+    found = after_burst("auto", bad, burst + "cc")
+    clean = after_burst("auto", bad, "cccccc")
     assert found["flushed"] == 0
     assert found["scales"][burst.index("x")] == ([FIRST_SCALE, *clean["scales"]])[burst.index("x")]
     assert found["scales"][-1] >= clean["scales"][-1] / 2
 
 
 @pytest.mark.parametrize("burst", BURSTS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_after_a_burst_of_gradients_that_are_not_finite_an_auto_scale_is_soon_back(level: str, burst: str) -> None:
-    found = after_burst("auto", "gradient", burst + 2 * "c", level=level)
-    clean = after_burst("auto", "gradient", "cccccc", level=level)
+def test_after_a_burst_of_gradients_that_are_not_finite_an_auto_scale_is_soon_back(burst: str) -> None:
+    found = after_burst("auto", "gradient", burst + 2 * "c")
+    clean = after_burst("auto", "gradient", "cccccc")
     assert found["flushed"] == 0
     assert found["scales"][-1] >= clean["scales"][-1] * 2.0**-14
 
@@ -225,7 +227,7 @@ def test_an_auto_scale_goes_no_lower_than_its_floor_and_comes_back_from_there() 
     assert found["flushed"] == 0
 
 
-@pytest.mark.parametrize("burst", [1, 2, 5, 16, 17, 40])
+@pytest.mark.parametrize("burst", [1, 2, 17, 40])
 def test_an_auto_scale_is_never_lower_than_two_steep_overflows_or_a_dynamic_scale(burst: int) -> None:
     scaler = LossScaler("auto")
     gradient(scaler, 1.0)
@@ -291,7 +293,7 @@ def test_auto_stays_where_all_gradients_are_zero() -> None:
     assert scaler.loss_scale() == FIRST_SCALE
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_auto_trains_as_a_dynamic_scale_does_where_nothing_overflows(level: str) -> None:
     losses = []
     for kind in ("auto", "dynamic"):
@@ -336,18 +338,6 @@ def test_a_damaged_memory_is_refused_before_anything_is_loaded(bad: dict[str, An
         assert engine.scalers[0].loss_scale() == FIRST_SCALE
 
 
-class Split(nn.Module):
-    """Each rank's gradient is of another size, and is not reduced."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4, bias=False)
-        self.rank = rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * 10.0**self.rank
-
-
 def scale_after_a_burst_on(rank: int, reduces_itself: bool) -> list[float]:
     """The scale after each batch; the loss of one rank is not finite in some, and the gradients of both are then."""
     torch.manual_seed(0)
@@ -369,9 +359,24 @@ def scale_after_a_burst_on(rank: int, reduces_itself: bool) -> list[float]:
         return scales
 
 
+def on_rank(rank: int) -> dict[Any, Any]:
+    return {
+        **{reduces: scale_after_a_burst_on(rank, reduces) for reduces in (False, True)},
+        "without a gradient": scale_of_ranks_without_gradients(rank),
+        "unlike gradients": scale_on(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    return on_ranks(on_rank, 2)
+
+
 @pytest.mark.parametrize("reduces_itself", [False, True])
-def test_ranks_have_one_auto_scale_where_the_loss_of_one_is_not_finite(reduces_itself: bool) -> None:
-    ours, theirs = on_ranks(partial(scale_after_a_burst_on, reduces_itself=reduces_itself), 2)
+def test_ranks_have_one_auto_scale_where_the_loss_of_one_is_not_finite(
+    ranks: list[dict[Any, Any]], reduces_itself: bool
+) -> None:
+    ours, theirs = (rank[reduces_itself] for rank in ranks)
     assert ours == theirs
     assert (min(ours[3:7]) == ours[2]) == (not reduces_itself)
     assert ours[-1] >= 2.0**-12 * ours[2]
@@ -391,14 +396,15 @@ def scale_of_ranks_without_gradients(rank: int) -> float:
         return engine.scalers[0].loss_scale()
 
 
-def test_a_rank_without_a_gradient_agrees_on_an_auto_scale_too() -> None:
-    ours, theirs = on_ranks(scale_of_ranks_without_gradients, 2)
+def test_a_rank_without_a_gradient_agrees_on_an_auto_scale_too(ranks: list[dict[Any, Any]]) -> None:
+    ours, theirs = (rank["without a gradient"] for rank in ranks)
     assert ours == theirs != FIRST_SCALE
 
 
 def scale_on(rank: int) -> float:
+    """The scale of ranks whose gradients are of other sizes, and are not reduced."""
     torch.manual_seed(0)
-    model = Split(rank)
+    model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with Engine() as engine:
         engine.initialize(
@@ -411,14 +417,14 @@ def scale_on(rank: int) -> float:
         )
         for _ in range(3):
             optimizer.zero_grad()
-            with engine.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+            with engine.scale_loss(model(torch.ones(2, 4)).sum() * 10.0**rank, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
         return engine.scalers[0].loss_scale()
 
 
-def test_ranks_that_agree_on_overflows_agree_on_an_auto_scale() -> None:
-    ours, theirs = on_ranks(scale_on, 2)
+def test_ranks_that_agree_on_overflows_agree_on_an_auto_scale(ranks: list[dict[Any, Any]]) -> None:
+    ours, theirs = (rank["unlike gradients"] for rank in ranks)
     assert ours == theirs
     assert 8 * 20.0 * ours <= LARGEST < 16 * 20.0 * ours  # the larger gradient: 2 * 10
 
@@ -487,7 +493,7 @@ def test_of_backwards_that_were_delayed_the_last_loss_is_told(level: str, closed
         assert (record.backward, record.loss) == (2, losses[1])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_the_norm_is_that_of_the_gradients_which_were_stepped(level: str) -> None:
     models = [nn.Embedding(6, 4, sparse=level != "O3"), nn.Linear(4, 4)]
@@ -530,21 +536,6 @@ def test_auto_sees_sparse_gradients(level: str) -> None:
                 optimizer.zero_grad()
             scales.append(engine.scalers[0].loss_scale())
     assert scales[0] == scales[1] != FIRST_SCALE
-
-
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"min_loss_scale": 4.0, "max_loss_scale": 2.0}, "max_loss_scale is at least min_loss_scale"),
-        ({"min_loss_scale": "a"}, "min_loss_scale is None or a finite number"),
-        ({"max_loss_scale": float("inf")}, "max_loss_scale is None or a positive finite number"),
-        ({"init_scale": "x"}, "init_scale is a positive finite number"),
-        ({"backoff_factor": None}, "backoff_factor is a number between 0 and 1"),
-    ],
-)
-def test_bounds_and_types_of_a_rule_are_checked_when_it_is_made(keywords: dict[str, Any], said: str) -> None:
-    with pytest.raises(AmpValueError, match=said):
-        DynamicLossScale(**keywords)
 
 
 def test_bounds_that_contradict_those_of_initialize_change_nothing() -> None:

@@ -10,16 +10,13 @@ from torch.optim import lr_scheduler
 
 from amp_engine import amp
 from tests.models import MLP
-from tests.support import LEVELS, backward, masters, train
+from tests.support import backward, masters, train
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 SCHEDULERS: dict[str, Any] = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
@@ -77,14 +74,6 @@ def test_a_scheduler_runs_quietly_over_skips(level: str, name: str, when: str) -
     assert all(value.isfinite().all() for value in values)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_it_does_not_matter_when_the_scheduler_was_made(level: str, name: str) -> None:
-    before, after = (rates(when, name, level, "ccccc") for when in ("before", "after"))
-    assert before[0] == after[0]
-    assert all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_learning_rate_of_the_scheduler_is_the_one_that_is_stepped_with(level: str) -> None:
     model, optimizer = model_and_optimizer()
@@ -106,7 +95,7 @@ def test_a_scheduler_stepped_before_the_optimizer_still_warns(level: str) -> Non
         scheduler.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_scheduler_outlives_close(level: str) -> None:
     model, optimizer = model_and_optimizer()
     scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)

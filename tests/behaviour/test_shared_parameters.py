@@ -10,7 +10,7 @@ from amp_engine import amp
 from amp_engine.errors import AmpStateError
 
 GRADIENTS = (1.0, 4.0)  # of the two losses
-SCALES = [(64.0, 64.0), (64.0, 1024.0), (1024.0, 64.0)]
+SCALES = [(64.0, 1024.0), (1024.0, 64.0)]
 # b0: backward of loss 0 for optimizer 0; b01: for both; a trailing d: delay_unscale. s0: step. z0: zero_grad.
 ORDERS = [
     "b0 b1 s0 s1",
@@ -54,7 +54,7 @@ def start(level: str, scales: tuple[float, float]) -> tuple[nn.Module, list[torc
 
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+@pytest.mark.parametrize("level", ["O1", "O3"])
 def test_a_weight_of_two_optimizers_gets_the_gradients_of_both_losses(
     level: str, order: str, scales: tuple[float, float]
 ) -> None:

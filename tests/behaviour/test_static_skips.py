@@ -19,7 +19,6 @@ MESSAGE = "Gradient overflow.  Skipping step, loss scaler 0 is static at 1.0"
 NAN = float("nan")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),  # by its own step
 }
 
@@ -93,9 +92,9 @@ def test_a_batch_of_nan_is_skipped_and_training_goes_on(level: str, optimizers: 
     assert said.count("Amp post-mortem:  data.  The loss is nan, scaled by 1.") == optimizers
 
 
-@pytest.mark.parametrize("clip", ["no", "amp", "torch", "value"])
+@pytest.mark.parametrize("clip", ["no", "amp", "torch"])
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
 @pytest.mark.parametrize("level", ["O4", "O5, split"])
 def test_so_it_is_in_every_loop(level: str, kind: str, loop: str, clip: str, capsys: Any) -> None:
     if level == "O5, split" and kind == "RMSprop":
@@ -104,25 +103,12 @@ def test_so_it_is_in_every_loop(level: str, kind: str, loop: str, clip: str, cap
         "no": lambda optimizer: None,
         "amp": lambda optimizer: amp.clip_grad_norm_(optimizer, 1.0),
         "torch": lambda optimizer: nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0),
-        "value": lambda optimizer: amp.clip_grad_value_(optimizer, 0.5),
     }
     values = [1.0, NAN, 2.0]
     model, stayed = steps(level[:2], values, 1, LOOPS[loop], OPTIMIZERS[kind], clips[clip], **SKIPPING[level])
     assert stayed == [False, True, False]
     assert is_finite(model)
     assert capsys.readouterr().out.count(MESSAGE) == 1
-
-
-@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_masters_and_moments_are_as_if_the_batch_had_not_been_there(level: str, loop: str) -> None:
-    torch.manual_seed(1)
-    model, _ = steps(level, [1.0, NAN, 2.0], run=LOOPS[loop])
-    amp.close()  # which gives the masters' values
-    torch.manual_seed(1)
-    other, _ = steps(level, [1.0, 2.0], run=LOOPS[loop])
-    amp.close()
-    assert_bitwise(model.state_dict(), other.state_dict())
 
 
 def test_all_optimizers_of_a_loss_skip_or_none() -> None:
@@ -211,22 +197,6 @@ def test_weights_that_are_not_finite_are_found_in_a_plain_loop(capsys: Any) -> N
     model(torch.ones(3, 4)).square().mean().backward()
     optimizer.step()
     assert "Amp post-mortem:  weights.  The loss is not known" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
-def test_gradients_that_a_skipped_step_left_skip_until_they_are_zeroed(loop: str) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    skipped = []
-    for value in (NAN, 1.0, 0.0, 1.0):
-        if value == 0.0:
-            optimizer.zero_grad()
-            continue
-        LOOPS[loop](model(torch.full((3, 4), value)).square().mean(), optimizer)
-        optimizer.step()
-        skipped.append(amp.last_step().skipped)
-    assert skipped == [True, True, False]
 
 
 @pytest.mark.parametrize("loop", ["scale_loss", "plain"])

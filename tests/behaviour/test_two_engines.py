@@ -165,22 +165,3 @@ def test_what_joins_an_optimizer_of_one_engine_is_no_concern_of_the_other(
         return other.values()
 
     same(steps)
-
-
-@pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
-@pytest.mark.parametrize(("level", "other_level"), PAIRS)
-def test_a_model_that_an_engine_takes_in_in_the_body_of_another_is_its_own(
-    level: str, other_level: str, raises: bool
-) -> None:
-    def steps(kind: type[Run], first: Engine, second: Engine) -> list[Tensor]:
-        one, model = kind.of(first, level, 0), NORMED_MLP.model(1)
-        other = Run(second, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with suppress(ZeroDivisionError), one.scaled() as scaled_loss:
-            scaled_loss.backward()
-            second.initialize(model, other.optimizer, opt_level=other_level, verbosity=0)
-            other.backward()
-            print(1 / 0 if raises else None)
-        other.optimizer.step()
-        return other.values()
-
-    same(steps)

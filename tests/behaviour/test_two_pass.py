@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from amp_engine import Engine, amp, kernels
 from amp_engine.ground.devices import HostNumbers
@@ -31,7 +30,6 @@ from tests.support import (
     left_alone,
     masters,
     optimizer_values,
-    scaler_numbers,
     train,
     weights_of,
 )
@@ -211,22 +209,6 @@ def test_a_differentiable_step_fails_as_in_torch(name: str) -> None:
     assert_bitwise(frozen(list(model.parameters())), halves)
 
 
-def test_a_capturable_step_is_torchs_or_right() -> None:
-    """torch's own refuses the CPU."""
-    model, optimizer = started(lambda params: torch.optim.AdamW(params, capturable=True))
-    plain = started(torch.optim.AdamW, engine=Engine())
-    before = masters(optimizer)
-    try:
-        train(NORMED_MLP, model, optimizer, "cc")
-    except (AssertionError, RuntimeError):
-        assert_bitwise(masters(optimizer), before)
-    else:
-        amp.close()
-        model, plain = started(torch.optim.AdamW)
-        train(NORMED_MLP, model, plain, "cc")
-        torch.testing.assert_close(masters(optimizer), masters(plain))
-
-
 def test_the_bare_optimizer_itself_is_left_to_torch() -> None:
     """A class that is stepped here is stepped by torch everywhere else, also while an engine is open."""
     started(OPTIMIZERS["AdamW"])
@@ -241,49 +223,6 @@ def test_the_bare_optimizer_itself_is_left_to_torch() -> None:
         values.append(optimizer_values(optimizer))
         amp.close()
     assert_bitwise(*values)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_before_any_backward_does_nothing(name: str) -> None:
-    model, optimizer = started(OPTIMIZERS[name])
-    before, halves = masters(optimizer), frozen(list(model.parameters()))
-    optimizer.step()
-    assert not was_skipped(optimizer)
-    assert_bitwise(masters(optimizer), before)
-    assert_bitwise(frozen(list(model.parameters())), halves)
-    train(NORMED_MLP, model, optimizer, "c")
-    assert not torch.equal(masters(optimizer)[0], before[0])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_that_get_their_first_gradient_late_count_their_own_steps(name: str) -> None:
-    def run(*, engine: bool) -> tuple[list[Tensor], list[Any]]:
-        torch.manual_seed(0)
-        heads = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-        if not engine:
-            for param in heads.parameters():
-                param.data = param.data.half().float()
-        optimizer = OPTIMIZERS[name](grouped(heads.named_parameters()))
-        if engine:
-            for param in heads.parameters():
-                param.data = param.data.half().float()
-            amp.initialize(heads, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
-        for reached in ([0], [0, 1], [1, 2], [0, 2]):
-            optimizer.zero_grad(set_to_none=True)
-            params = [p for i in reached for p in heads[i].parameters()]
-            loss = sum((p.float() * torch.arange(p.numel()).reshape(p.shape) / 64).sum() for p in params)
-            if engine:
-                backward(loss, optimizer)
-            else:
-                loss.backward()
-            optimizer.step()
-        values = masters(optimizer), [list(optimizer.state.get(p, {})) for p in entries_of(optimizer)]
-        amp.close()
-        return values
-
-    ours, theirs = run(engine=True), run(engine=False)
-    assert ours[1] == theirs[1]
-    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-6, atol=2e-7)
 
 
 @contextmanager
@@ -316,7 +255,7 @@ def torch_counts_on_the_default_device() -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedLAMB"])
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB"])
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
 def test_exit_clip_and_step_give_the_same_bits_in_any_surroundings(surrounding: str, name: str) -> None:
     runs_torch = name == "AdamW" and not kernels.has_native(torch.device("cpu"))
@@ -347,13 +286,6 @@ def states(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [optimizer.state[param] for param in entries_of(optimizer)]
 
 
-def zero_state(optimizer: Optimizer) -> None:
-    for state in states(optimizer):
-        for key, value in state.items():
-            if key != "step":
-                value.zero_()
-
-
 def replace_state(optimizer: Optimizer) -> None:
     for state in states(optimizer):
         for key, value in state.items():
@@ -367,47 +299,17 @@ def replace_one_state(optimizer: Optimizer) -> None:
     state[key] = state[key].clone().fill_(0.25)
 
 
-def replace_state_data(optimizer: Optimizer) -> None:
-    for state in states(optimizer):
-        for key, value in state.items():
-            if key != "step":
-                value.data = value.data * 0.5
-
-
 def clear_state(optimizer: Optimizer) -> None:
     optimizer.state.clear()
 
 
-def drop_one_state(optimizer: Optimizer) -> None:
-    del optimizer.state[entries_of(optimizer)[1]]
-
-
-def empty_states(optimizer: Optimizer) -> None:
-    for state in states(optimizer):
-        state.clear()
-
-
-def empty_one_state(optimizer: Optimizer) -> None:
-    states(optimizer)[1].clear()
-
-
 def empty_one_state_and_drop_another(optimizer: Optimizer) -> None:
-    empty_one_state(optimizer)
+    states(optimizer)[1].clear()
     del optimizer.state[entries_of(optimizer)[2]]
-
-
-def drop_every_state(optimizer: Optimizer) -> None:
-    for param in entries_of(optimizer):
-        optimizer.state.pop(param)
 
 
 def new_state(optimizer: Optimizer) -> None:
     optimizer.state = defaultdict(dict)
-
-
-def new_inner_dicts(optimizer: Optimizer) -> None:
-    for param in entries_of(optimizer):
-        optimizer.state[param] = {}
 
 
 def copied_inner_dicts(optimizer: Optimizer) -> None:
@@ -427,28 +329,8 @@ def pop_buffers(optimizer: Optimizer) -> None:
         state.pop("momentum_buffer")
 
 
-def forget_buffers(optimizer: Optimizer) -> None:
-    for state in states(optimizer):
-        state["momentum_buffer"] = None
-
-
 def forget_one_buffer(optimizer: Optimizer) -> None:
     states(optimizer)[1]["momentum_buffer"] = None
-
-
-def zero_steps(optimizer: Optimizer) -> None:
-    for state in states(optimizer):
-        state["step"].zero_()
-
-
-def number_steps(optimizer: Optimizer) -> None:
-    for state in states(optimizer):
-        state["step"] = state["step"] + 3
-
-
-def write_steps(optimizer: Optimizer) -> None:
-    for state in states(optimizer):
-        state["step"].fill_(20.0)
 
 
 def replace_steps(optimizer: Optimizer) -> None:
@@ -466,10 +348,6 @@ def change_group(key: str, value: Any) -> Callable[[Optimizer], None]:
 
     change.__name__ = f"{key}={value}"
     return change
-
-
-def own_state_dict(optimizer: Optimizer) -> None:
-    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def copied_state_dict(optimizer: Optimizer) -> None:
@@ -505,63 +383,45 @@ def new_group_dict(optimizer: Optimizer) -> None:
 
 EMPTYING = [
     clear_state,
-    empty_states,
-    empty_one_state,
     empty_one_state_and_drop_another,
-    drop_every_state,
     new_state,
-    new_inner_dicts,
 ]
 ANY_CHANGES = [
     *EMPTYING,
     copied_inner_dicts,
     swapped_inner_dicts,
-    drop_one_state,
-    zero_state,
     replace_state,
     replace_one_state,
-    replace_state_data,
     change_group("lr", 1e-3),
     change_group("lr", 0.0),
     change_group("weight_decay", 0.3),
-    own_state_dict,
     copied_state_dict,
     edited_state_dict,
     new_group_dict,
 ]
 CHANGES = [
-    *((name, change) for name in ("AdamW", "SGD momentum", "FusedAdam", "FusedSGD") for change in ANY_CHANGES),
+    *((name, change) for name in ("AdamW", "SGD momentum") for change in ANY_CHANGES),
     *(
         (name, change)
-        for name in ("FusedLAMB", "FusedNovoGrad", "FusedAdagrad")
+        for name in ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad")
         for change in (clear_state, replace_state, edited_state_dict)
     ),
     *(
         (name, change)
-        for name in ("AdamW", "Adam", "FusedAdam")
+        for name in ("AdamW", "FusedAdam")
         for change in (
-            write_steps,
             replace_steps,
             write_one_step,
-            zero_steps,
-            number_steps,
             change_group("betas", (0.5, 0.7)),
             change_group("eps", 1e-2),
         )
     ),
+    *((name, change) for name in ("SGD momentum", "FusedSGD") for change in (pop_buffers, forget_one_buffer)),
+    ("AdamW", change_group("maximize", True)),
+    ("AdamW", change_group("lr", torch.tensor(3e-3))),
     *(
         (name, change)
         for name in ("SGD momentum", "FusedSGD")
-        for change in (pop_buffers, forget_buffers, forget_one_buffer)
-    ),
-    *(
-        (name, change)
-        for name in ("AdamW", "Adam")
-        for change in (change_group("maximize", True), change_group("lr", torch.tensor(3e-3)))
-    ),
-    *(
-        (name, change)
-        for name in ("SGD", "SGD momentum", "FusedSGD")
         for change in (change_group("momentum", 0.5), change_group("momentum", 0.0), change_group("dampening", 0.0))
     ),
 ]
@@ -577,16 +437,10 @@ def test_a_change_between_steps_counts_as_in_the_bare_optimizer(name: str, chang
     pair.check()
 
 
-@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        *((name, change) for name in ("Adam", "AdamW", "SGD momentum") for change in EMPTYING),
-        *(("SGD momentum", change) for change in (pop_buffers, forget_buffers)),
-    ],
-)
-def test_emptied_state_starts_anew_at_every_level_as_in_the_bare_optimizer(name: str, change: Any, level: str) -> None:
-    pair = Lockstep(name, level)
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
+@pytest.mark.parametrize("change", EMPTYING)
+def test_emptied_state_of_fp32_parameters_starts_anew_as_in_the_bare_optimizer(name: str, change: Any) -> None:
+    pair = Lockstep(name, "O1")
     pair.step(2)
     for optimizer in pair.both:
         change(optimizer)
@@ -595,12 +449,11 @@ def test_emptied_state_starts_anew_at_every_level_as_in_the_bare_optimizer(name:
     pair.check()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
-def test_state_that_lacks_an_entry_is_an_error_as_in_the_bare_optimizer(name: str, key: str, level: str) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("key", ["exp_avg", "step"])
+def test_state_that_lacks_an_entry_is_an_error_as_in_the_bare_optimizer(key: str, level: str) -> None:
     """torch starts anew where there is nothing, and raises where there is something else."""
-    pair = Lockstep(name, level)
+    pair = Lockstep("AdamW", level)
     pair.step(2)
     pair.exit()
     before = optimizer_values(pair.optimizer)
@@ -612,10 +465,10 @@ def test_state_that_lacks_an_entry_is_an_error_as_in_the_bare_optimizer(name: st
     assert_bitwise(optimizer_values(pair.optimizer), before)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
 @pytest.mark.parametrize(
     "change",
-    [clear_state, empty_states, replace_state, edited_state_dict, change_group("lr", 1e-3)],
+    [clear_state, replace_state, edited_state_dict, change_group("lr", 1e-3)],
     ids=lambda c: c.__name__,
 )
 def test_a_change_between_exit_and_step_counts_as_in_the_bare_optimizer(name: str, change: Any) -> None:
@@ -630,7 +483,7 @@ def test_a_change_between_exit_and_step_counts_as_in_the_bare_optimizer(name: st
     pair.check()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedSGD"])
+@pytest.mark.parametrize("name", ["AdamW", "FusedSGD"])
 @pytest.mark.parametrize("change", [reverse_params, swap_groups])
 @pytest.mark.parametrize("pending", [False, True])
 def test_parameters_in_another_order_are_stepped_each_with_its_own(name: str, change: Any, pending: bool) -> None:
@@ -646,10 +499,9 @@ def test_parameters_in_another_order_are_stepped_each_with_its_own(name: str, ch
     pair.assert_same(masters(pair.optimizer), masters(pair.bare))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam"])
 @pytest.mark.parametrize("pending", [False, True])
-def test_a_parameter_taken_out_of_its_group_stays_where_it_is(name: str, pending: bool) -> None:
-    pair = Lockstep(name)
+def test_a_parameter_taken_out_of_its_group_stays_where_it_is(pending: bool) -> None:
+    pair = Lockstep("AdamW")
     pair.step(2)
     if pending:
         pair.exit()
@@ -663,42 +515,6 @@ def test_a_parameter_taken_out_of_its_group_stays_where_it_is(name: str, pending
         pair.step()
     pair.assert_same(masters(pair.optimizer), masters(pair.bare))
     assert_bitwise(dropped.detach(), kept)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedSGD", "FusedLAMB"])
-def test_the_state_dict_trains_on_in_a_bare_optimizer(name: str) -> None:
-    pair = Lockstep(name)
-    pair.step(3)
-    values = masters(pair.optimizer)
-    bare = VARIANTS[name]([{"params": [nn.Parameter(v) for v in values[:2]]}, {"params": values[2:]}])
-    bare.load_state_dict(pickle.loads(pickle.dumps(pair.optimizer.state_dict())))
-    pair.exit()
-    for param, other in zip(weights_of(bare), weights_of(pair.bare), strict=True):
-        param.grad = other.grad.clone()
-    bare.step()
-    pair.optimizer.step()
-    pair.assert_same(masters(pair.optimizer), masters(bare))
-    pair.assert_same_state_dict(pair.optimizer.state_dict(), bare.state_dict())
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedSGD", "FusedLAMB"])
-@pytest.mark.parametrize("first", [0, 2], ids=["into a fresh one", "mid-run"])
-def test_the_state_of_a_bare_optimizer_is_loaded_and_trained_on(name: str, first: int) -> None:
-    pair = Lockstep(name)
-    pair.step(first)
-    donor = Lockstep.__new__(Lockstep)
-    donor.bare_params = {n: nn.Parameter(p.detach() * 0.5) for n, p in pair.bare_params.items()}
-    donor.bare = VARIANTS[name](grouped(donor.bare_params.items()))
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        for param in donor.bare_params.values():
-            param.grad = torch.randn(param.shape, generator=generator)
-        donor.bare.step()
-    saved = pickle.dumps(donor.bare.state_dict())
-    for optimizer in pair.both:
-        optimizer.load_state_dict(pickle.loads(saved))
-    pair.step(2)
-    pair.check()
 
 
 @pytest.mark.parametrize(("fused", "bare"), [("FusedAdam", "AdamW"), ("FusedSGD", "SGD momentum")])
@@ -732,7 +548,7 @@ def test_the_count_of_steps_can_be_read_at_any_time() -> None:
 # --- groups that change ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB"])
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_group_added_mid_run_starts_counting_there(name: str, pending: bool) -> None:
     model = MLP.model()
@@ -773,9 +589,8 @@ def test_a_group_added_mid_run_starts_counting_there(name: str, pending: bool) -
     ]
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam"])
-def test_frozen_parameters_rest_with_their_state_and_go_on_afterwards(name: str) -> None:
-    pair = Lockstep(name)
+def test_frozen_parameters_rest_with_their_state_and_go_on_afterwards() -> None:
+    pair = Lockstep("AdamW")
     pair.step(2)
     pair.model[0].requires_grad_(False)
     index = next(i for i, p in enumerate(weights_of(pair.bare)) if p is pair.bare_params["0.weight"])
@@ -803,27 +618,6 @@ def test_freezing_between_exit_and_step_does_not_take_the_gradient_back() -> Non
 # --- learning rates -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "AdamW tensor lr"])
-@pytest.mark.parametrize("scheduler", ["lambda", "one cycle", "plateau"])
-def test_schedulers_are_followed(name: str, scheduler: str) -> None:
-    if scheduler == "plateau" and "tensor" in name:
-        pytest.skip("torch's own scheduler compares numbers")
-    make = {
-        "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
-        "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.01, total_steps=8),
-        "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
-    }[scheduler]
-    pair = Lockstep(name)
-    schedulers = [make(optimizer) for optimizer in pair.both]
-    for _ in range(4):
-        pair.step()
-        for one in schedulers:
-            one.step(*([1.0] if scheduler == "plateau" else []))
-    for a, b in zip(pair.optimizer.param_groups, pair.bare.param_groups, strict=True):
-        assert float(a["lr"]) == pytest.approx(float(b["lr"]))
-    pair.assert_same(masters(pair.optimizer), masters(pair.bare))
-
-
 @pytest.mark.parametrize("name", ["AdamW tensor lr", "SGD tensor lr"])
 def test_a_tensor_rate_written_in_place_counts(name: str) -> None:
     pair = Lockstep(name)
@@ -847,51 +641,20 @@ def new_storage(param: Tensor) -> None:
     param.data = torch.full_like(param.data, 0.5)
 
 
-WRITES = {"in place": in_place, "another storage": new_storage}
+def through_data(param: Tensor) -> None:
+    param.data.fill_(0.5)
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("when", ["between steps", "between exit and step"])
-def test_a_half_weight_written_by_the_user_is_what_the_step_starts_from(when: str, write: str, level: str) -> None:
+@pytest.mark.parametrize("write", [in_place, new_storage, through_data])
+def test_a_half_weight_written_between_exit_and_step_is_what_the_step_starts_from(write: Any, level: str) -> None:
     pair = Lockstep("SGD momentum", level, loss_scale=128.0)
     pair.step()
-    if when == "between exit and step":
-        pair.exit()
-    WRITES[write](pair.model[3].weight)
+    pair.exit()
+    write(pair.model[3].weight)
     pair.bare_params["3.weight"].data.fill_(0.5)
-    if when == "between exit and step":
-        for optimizer in pair.both:
-            optimizer.step()
-    pair.step()
-    pair.check()
-
-
-def test_a_write_through_data_between_exit_and_step_counts() -> None:
-    pair = Lockstep("SGD momentum")
-    pair.step()
-    pair.exit()
-    for param in (pair.model[3].weight, pair.bare_params["3.weight"]):
-        param.data.fill_(0.5)
     for optimizer in pair.both:
         optimizer.step()
-    pair.check()
-
-
-@pytest.mark.parametrize("how", ["in place", "storage"])
-def test_a_master_written_by_the_user_is_what_the_step_starts_from(how: str) -> None:
-    pair = Lockstep("SGD momentum")
-    pair.step()
-    pair.exit()
-    for optimizer in pair.both:
-        param = weights_of(optimizer)[1]
-        if how == "in place":
-            with torch.no_grad():
-                param.mul_(0.5)
-        else:
-            param.data = param.data * 0.5
-        optimizer.step()
-    pair.check()
     pair.step()
     pair.check()
 
@@ -901,16 +664,13 @@ def written(optimizer: Optimizer, row: int, how: str) -> None:
     if how == "in place":
         with torch.no_grad():
             param.fill_(0.5)
-    elif how == "copy":
-        with torch.no_grad():
-            param.copy_(torch.full_like(param, 0.5))
     else:
         param.data = torch.full_like(param, 0.5)
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("how", ["in place", "copy", "storage"])
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "FusedAdam", "FusedLAMB", "RMSprop"])
+@pytest.mark.parametrize("how", ["in place", "storage"])
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
 def test_a_master_written_by_the_user_reaches_the_model_without_a_gradient(name: str, how: str, level: str) -> None:
     pair = Lockstep(name, level)
     pair.step(2)
@@ -927,10 +687,9 @@ def test_a_master_written_by_the_user_reaches_the_model_without_a_gradient(name:
     pair.check()
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "FusedAdam", "RMSprop"])
-def test_a_master_written_by_the_user_is_kept_where_the_step_is_skipped(name: str, level: str) -> None:
-    model, optimizer = started(VARIANTS[name], level, loss_scale="dynamic")
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_a_master_written_by_the_user_is_kept_where_the_step_is_skipped(name: str) -> None:
+    model, optimizer = started(VARIANTS[name])
     train(NORMED_MLP, model, optimizer, "c")
     written(optimizer, 0, "in place")
     train(NORMED_MLP, model, optimizer, "o", first=1)
@@ -963,31 +722,6 @@ def test_of_a_master_and_a_parameter_both_written_the_parameter_counts() -> None
     assert model[0].weight.eq(0.25).all()
 
 
-def test_writes_through_data_count_beside_a_master_that_was_written() -> None:
-    model, optimizer = started(lambda p: torch.optim.SGD(p, lr=0.1))
-    train(NORMED_MLP, model, optimizer, "c")
-    optimizer.zero_grad(set_to_none=False)  # only masters that are stepped take what was written
-    written(optimizer, 0, "in place")
-    model[3].weight.data.fill_(0.25)
-    optimizer.step()
-    assert model[0].weight.eq(0.5).all()
-    assert model[3].weight.eq(0.25).all()
-    assert weights_of(optimizer)[1].eq(0.25).all()
-
-
-def test_weights_loaded_between_exit_and_step_are_what_the_step_starts_from() -> None:
-    pair = Lockstep("SGD momentum")
-    pair.step()
-    pair.exit()
-    other = NORMED_MLP.model(7)
-    pair.model.load_state_dict(other.state_dict())
-    for name, param in other.named_parameters():
-        pair.bare_params[name].data = param.detach().clone()
-    for optimizer in pair.both:
-        optimizer.step()
-    pair.check()
-
-
 def test_a_model_made_in_inference_mode_is_refused_and_left_alone() -> None:
     """torch does not train it either: its tensors count no versions."""
     with torch.inference_mode():
@@ -998,23 +732,6 @@ def test_a_model_made_in_inference_mode_is_refused_and_left_alone() -> None:
 
 
 # --- hooks ----------------------------------------------------------------------------------------
-
-
-def test_a_step_hook_of_the_user_that_edits_gradients_counts() -> None:
-    pair = Lockstep("SGD momentum")
-    amp.close()
-    pair.model, pair.optimizer = NORMED_MLP.model(), None
-    pair.optimizer = VARIANTS[pair.name](grouped(pair.model.named_parameters()))
-
-    def halve(optimizer: Optimizer, *_: Any) -> None:
-        for param in weights_of(optimizer):
-            param.grad.mul_(0.5)
-
-    for optimizer in pair.both:
-        optimizer.register_step_pre_hook(halve)
-    amp.initialize(pair.model, pair.optimizer, opt_level="O2", verbosity=0)
-    pair.step(3)
-    pair.check()
 
 
 def test_a_step_hook_afterwards_sees_the_new_weights() -> None:
@@ -1030,7 +747,7 @@ def test_a_step_hook_afterwards_sees_the_new_weights() -> None:
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB"])
 def test_an_optimizer_moved_to_another_engine_trains_on_bit_by_bit(name: str, level: str) -> None:
     def run(*, moving: bool) -> dict[str, Any]:
         engine = Engine()
@@ -1045,38 +762,6 @@ def test_an_optimizer_moved_to_another_engine_trains_on_bit_by_bit(name: str, le
         return optimizer_values(optimizer)
 
     assert_bitwise(run(moving=True), run(moving=False))
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
-def test_after_close_the_optimizer_is_a_bare_one_with_its_state(name: str) -> None:
-    pair = Lockstep(name)
-    pair.step(3)
-    amp.close()
-    assert {type(param) for param in weights_of(pair.optimizer)} == {nn.Parameter}
-    for optimizer in pair.both:
-        for index, param in enumerate(entries_of(optimizer)):
-            param.grad = torch.full_like(param, 0.01 * (index + 1))
-        optimizer.step()
-    pair.assert_same(masters(pair.optimizer), masters(pair.bare))
-    pair.assert_same_state_dict(pair.optimizer.state_dict(), pair.bare.state_dict())
-    for ours, theirs in zip(*(entries_of(optimizer) for optimizer in pair.both), strict=True):
-        pair.assert_same_state(pair.optimizer.state[ours], pair.bare.state[theirs])
-
-
-def test_two_engines_step_side_by_side() -> None:
-    def run(*, together: bool) -> list[Any]:
-        pairs = [(engine, *started(OPTIMIZERS["AdamW"], engine=engine)) for engine in (Engine(), Engine())]
-        order = (
-            [(i, pair) for i in range(3) for pair in pairs] if together else [(i, p) for p in pairs for i in range(3)]
-        )
-        for index, (engine, model, optimizer) in order:
-            train(NORMED_MLP, model, optimizer, "c", first=index, engine=engine)
-        values = [optimizer_values(optimizer) for _, _, optimizer in pairs]
-        for engine, _, _ in pairs:
-            engine.close()
-        return values
-
-    assert_bitwise(run(together=True), run(together=False))
 
 
 # --- skips ----------------------------------------------------------------------------------------
@@ -1105,10 +790,9 @@ def arrival(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.usefixtures("arrival")
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skip_leaves_weights_masters_and_state_bit_by_bit(name: str, level: str) -> None:
-    model, optimizer = started(OPTIMIZERS[name], level, loss_scale="dynamic")
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedLAMB"])
+def test_a_skip_leaves_weights_masters_and_state_bit_by_bit(name: str) -> None:
+    model, optimizer = started(OPTIMIZERS[name])
     train(NORMED_MLP, model, optimizer, "cc")
     before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
     saved = frozen(optimizer.state_dict())
@@ -1125,7 +809,7 @@ def test_a_skip_leaves_weights_masters_and_state_bit_by_bit(name: str, level: st
 
 
 @pytest.mark.usefixtures("arrival")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedLAMB"])
 @pytest.mark.parametrize("script", ["occ", "cooc"])
 def test_steps_around_skips_are_bitwise_those_without_them(script: str, name: str) -> None:
     """Step counts and bias corrections included; what is skipped is the batch, and the scale is halved."""
@@ -1182,57 +866,6 @@ def test_an_overflow_in_gradients_that_are_zeroed_skips_no_step(set_to_none: boo
 
 
 @pytest.mark.usefixtures("arrival")
-def test_a_clip_before_a_skipped_step_writes_nothing() -> None:
-    model, optimizer = started(OPTIMIZERS["AdamW"])
-    train(NORMED_MLP, model, optimizer, "c")
-    before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
-    optimizer.zero_grad()
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=True)
-    assert not amp.clip_grad_norm_(optimizer, 1.0).isfinite()
-    optimizer.step()
-    assert_bitwise(optimizer_values(optimizer), before)
-    assert_bitwise(frozen(list(model.parameters())), halves)
-
-
-@pytest.mark.usefixtures("arrival")
-@pytest.mark.parametrize("name", ["SGD momentum", "FusedSGD"])
-def test_a_momentum_buffer_starts_at_the_first_gradient_that_is_stepped(name: str) -> None:
-    model, optimizer = started(OPTIMIZERS[name], task=MLP)
-    train(MLP, model, optimizer, "oo")
-    for state in optimizer.state_dict()["state"].values():
-        assert state.get("momentum_buffer") is None
-    optimizer.zero_grad(set_to_none=True)
-    before = masters(optimizer)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    gradients = [param.grad + 1e-2 * value for param, value in zip(weights_of(optimizer), before, strict=True)]
-    optimizer.step()
-    buffers = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
-    torch.testing.assert_close(buffers, gradients, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.usefixtures("arrival")
-def test_the_first_good_step_after_a_skip_is_bias_corrected_as_the_first() -> None:
-    model, optimizer = started(lambda params: torch.optim.Adam(params, lr=1e-2, eps=0.0), task=MLP)
-    train(MLP, model, optimizer, "oo")
-    before = masters(optimizer)
-    train(MLP, model, optimizer, "c")
-    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
-    for new, old in zip(masters(optimizer), before, strict=True):
-        moved = (new - old).abs()
-        assert (moved[moved > 0] - 1e-2).abs().max() < 1e-6
-
-
-@pytest.mark.usefixtures("arrival")
-def test_an_overflow_under_a_static_scale_skips_where_that_was_asked_for() -> None:
-    model, optimizer = started(OPTIMIZERS["AdamW"], loss_scale=128.0, skip_on_overflow=True)
-    train(NORMED_MLP, model, optimizer, "c")
-    before = optimizer_values(optimizer)
-    train(NORMED_MLP, model, optimizer, "o")
-    assert was_skipped(optimizer)
-    assert_bitwise(optimizer_values(optimizer), before)
-
-
-@pytest.mark.usefixtures("arrival")
 def test_an_overflow_of_one_loss_skips_every_optimizer_of_it_and_no_other() -> None:
     model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
     optimizers = [torch.optim.AdamW(layer.parameters()) for layer in model]
@@ -1250,22 +883,6 @@ def test_an_overflow_of_one_loss_skips_every_optimizer_of_it_and_no_other() -> N
     for optimizer, values in zip(optimizers[:2], before, strict=False):
         assert_bitwise(masters(optimizer), values)
     assert not torch.equal(masters(optimizers[2])[0], before[2][0])
-
-
-@pytest.mark.usefixtures("arrival")
-def test_the_state_of_a_skipped_first_step_loads_into_a_bare_optimizer() -> None:
-    for name in ("AdamW", "SGD momentum"):
-        model, optimizer = started(OPTIMIZERS[name], task=MLP)
-        train(MLP, model, optimizer, "o")
-        bares = [OPTIMIZERS[name](grouped((str(i), nn.Parameter(v)) for i, v in enumerate(masters(optimizer))))] * 1
-        bares.append(copy.deepcopy(bares[0]))
-        bares[0].load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
-        for bare in bares:
-            for param in weights_of(bare):
-                param.grad = torch.ones_like(param)
-            bare.step()
-        assert_bitwise(masters(bares[0]), masters(bares[1]))
-        amp.close()
 
 
 @pytest.mark.usefixtures("arrival")
@@ -1303,16 +920,6 @@ def test_state_loaded_after_a_skip_counts() -> None:
     assert_bitwise(run("co"), run(""))
 
 
-@pytest.mark.usefixtures("arrival")
-def test_schedulers_are_quiet_about_skips() -> None:
-    model, optimizer = started(OPTIMIZERS["AdamW"])
-    scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    for index, outcome in enumerate("ococ"):
-        train(NORMED_MLP, model, optimizer, outcome, first=index)
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
-
-
 @pytest.mark.usefixtures("late")
 def test_an_optimizer_that_the_kernels_do_not_know_waits_for_the_flag() -> None:
     model, optimizer = started(torch.optim.RMSprop)
@@ -1342,7 +949,7 @@ def joined(optimizer: Optimizer, value: Tensor) -> nn.Module:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("outcome", "oc")
 @pytest.mark.parametrize("regroup", [float64_group, group_with_gaps])
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_step_that_the_kernels_cannot_take_any_more_heeds_the_flag(
     name: str, regroup: Callable[[Optimizer], nn.Module], outcome: str, level: str
 ) -> None:
@@ -1406,18 +1013,6 @@ def test_a_skip_is_announced_when_it_is_known_and_not_before(late: Late, capsys:
     assert said(capsys) == []
 
 
-@pytest.mark.usefixtures("late")
-def test_a_skip_that_was_asked_about_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP, verbosity=1)
-    said(capsys)
-    train(MLP, model, optimizer, "o")
-    assert was_skipped(optimizer)
-    assert was_skipped(optimizer)
-    train(MLP, model, optimizer, "c", first=1)
-    assert not was_skipped(optimizer)
-    assert said(capsys) == [f"{OVERFLOW} 32768.0"]
-
-
 @pytest.mark.parametrize("script", ["o", "oo", "coco", "ooocoo"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_known_late_is_said_as_if_known_at_once(
@@ -1465,25 +1060,6 @@ def test_eight_skips_that_are_known_late_are_diagnosed_once(late: Late, capsys: 
     assert sum(line.startswith(OVERFLOW) for line in lines) == 10
 
 
-def test_a_good_step_among_skips_that_are_known_late_starts_the_count_again(
-    late: Late, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP, verbosity=1)
-    train(MLP, model, optimizer, "ooooo" + "c" + "ooooo")
-    late.known = True
-    train(MLP, model, optimizer, "c")
-    lines = said(capsys)
-    assert not [line for line in lines if line.startswith("Amp diagnosis")]
-    assert sum(line.startswith(OVERFLOW) for line in lines) == 10
-
-
-@pytest.mark.usefixtures("arrival")
-def test_the_scale_follows_late_flags_too() -> None:
-    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP)
-    train(MLP, model, optimizer, "coc")
-    assert scaler_numbers() == (32768.0, 1)
-
-
 # --- arguments that say nothing -------------------------------------------------------------------
 
 
@@ -1494,8 +1070,8 @@ NOTHING: dict[str, tuple[tuple[None, ...], dict[str, None]]] = {
 
 
 @pytest.mark.parametrize("call", NOTHING)
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("name", ["AdamW", "FusedAdam"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_arguments_that_are_none_leave_the_step_to_the_kernels(
     level: str, name: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import amp
-from amp_engine.optimizers import FusedAdam, FusedSGD
-from tests.support import MASTER_LEVELS, masters
+from amp_engine.optimizers import FusedSGD
+from tests.support import MASTER_LEVELS
 
 
 class Parts(nn.Module):
@@ -33,19 +33,14 @@ class Parts(nn.Module):
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, weight_decay=0.1),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, eps=1e-4, weight_decay=0.1),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, eps=1e-4, momentum=0.9, weight_decay=0.1),
-    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2, eps=1e-4, weight_decay=0.1),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
 }
 
 ZEROED: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "by hand": lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
     "discarded": lambda model, optimizer: optimizer.zero_grad(),
-    "discarded, model": lambda model, optimizer: model.zero_grad(),
 }
 
 # Each word is an iteration, each letter a part that its loss reaches; backwards before a step are joined by +, an
@@ -95,7 +90,7 @@ def assert_close(actual: list[Tensor], truth: list[Tensor], level: str) -> None:
         assert (a - t).norm() <= tolerance * t.norm()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("plan", "where"),
@@ -105,78 +100,3 @@ def test_unused_parameters_are_stepped_as_torch_does(plan: str, where: str, name
     for zero in ZEROED.values() if level in MASTER_LEVELS else (ZEROED["optimizer"],):
         truth = run(None, OPTIMIZERS[name], plan, zero, where)
         assert_close(run(level, OPTIMIZERS[name], plan, zero, where), truth, level)
-
-
-def step_on(level: str | None, loss: Tensor, optimizers: list[Optimizer], **keywords: Any) -> None:
-    if level is None:
-        loss.backward()
-    else:
-        with amp.scale_loss(loss, optimizers, **keywords) as scaled_loss:
-            scaled_loss.backward()
-    for optimizer in optimizers if not keywords else ():
-        optimizer.step()
-
-
-def close_and_go_on(level: str | None, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
-    return go_on(level, make, again=False)
-
-
-def go_on(level: str | None, make: Callable[[Any], Optimizer], again: bool = True) -> list[Optimizer]:
-    model = Parts()
-    optimizer = make(model.parameters())
-    if level is not None:
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
-    for index, names in enumerate(("ab", "b", "b", "a", "b")):
-        is_over = index > 1 and not again
-        if index == 2 and level is not None:
-            amp.close()
-            if again:
-                amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
-        optimizer.zero_grad(set_to_none=False)
-        step_on(None if is_over else level, model.loss(names, index), [optimizer])
-    return [optimizer]
-
-
-def delay(level: str | None, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
-    model = Parts()
-    optimizer = make(model.parameters())
-    if level is not None:
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
-    for index, names in enumerate(("ab", "ab", "a")):
-        step_on(level, model.loss(names, index), [optimizer], delay_unscale=True)
-        optimizer.zero_grad(set_to_none=False)
-        step_on(level, model.loss("b", index), [optimizer])
-        optimizer.zero_grad(set_to_none=index == 1)
-    return [optimizer]
-
-
-def freeze(level: str | None, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
-    model = Parts()
-    optimizer = make(model.parameters())
-    if level is not None:
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
-    for index in range(4):
-        model.a.requires_grad_(index not in (1, 2))
-        optimizer.zero_grad(set_to_none=False)
-        step_on(level, model.loss("ab", index), [optimizer])
-    return [optimizer]
-
-
-def take_turns(level: str | None, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
-    model = Parts()
-    optimizers = [make([*model.a.parameters(), *model.never.parameters()]), make(model.b.parameters())]
-    if level is not None:
-        amp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=64.0)
-    for index, names in enumerate(("ab", "b", "a", "b", "ab", "a")):
-        model.zero_grad(set_to_none=False)
-        step_on(level, model.loss(names, index), optimizers)
-    return optimizers
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("loop", [close_and_go_on, go_on, delay, freeze, take_turns])
-def test_zeroed_gradients_are_stepped_in_loops_of_every_kind(loop: Any, name: str, level: str) -> None:
-    truth, optimizers = loop(None, OPTIMIZERS[name]), loop(level, OPTIMIZERS[name])
-    for expected, optimizer in zip(truth, optimizers, strict=True):
-        assert_close(masters(optimizer), masters(expected), level)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from amp_engine import AmpStateError, AmpTypeError, AmpValueError, amp
 from amp_engine.optimizers import LARC
 from tests.models import MLP
-from tests.support import LEVELS, backward, left_alone, masters, momentum_sgd
+from tests.support import backward, left_alone, masters, momentum_sgd
 
 
 @pytest.mark.parametrize("wrong", ["WORLD", 0, [0, 1], True])
@@ -34,7 +34,7 @@ def test_a_group_without_this_rank_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_group_of_one_rank_changes_nothing(level: str) -> None:
     results = []
     for group in (None, dist.group.WORLD):

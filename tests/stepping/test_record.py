@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import AmpStateError, amp
+from tests.support import scaler_numbers
 
 # Steps without a gradient say so, which other tests look at.
 pytestmark = pytest.mark.filterwarnings("ignore:.*finds no gradient:amp_engine.errors.AmpGradientWarning")
@@ -351,7 +352,9 @@ def test_the_next_body_adds_to_a_delayed_gradient_and_its_exit_unscales_the_sum(
     with amp.scale_loss(delayed.loss(4.0), delayed.optimizer) as scaled_loss:
         scaled_loss.backward()
         assert delayed.grad == 48.0
+        assert scaler_numbers()[1] == 0
     assert delayed.grad == 6.0
+    assert scaler_numbers()[1] == 1, "both count as one"
     assert not delayed.step()
     assert delayed.weight == -5.0
 

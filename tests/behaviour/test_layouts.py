@@ -202,21 +202,6 @@ def test_an_expanded_moment_is_taken_for_no_more_memory_than_it_has(name: str) -
     assert_bitwise(params[0].detach(), params[1].detach())
 
 
-@pytest.mark.parametrize("name", [name for name in MAKES if name not in TORCHS])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1, 1)])
-def test_tensors_of_no_or_one_element_are_laid_out(name: str, shape: tuple[int, ...]) -> None:
-    param = nn.Parameter(torch.ones(shape))
-    optimizer = MAKES[name]([param])
-    for _ in range(2):
-        param.grad = torch.ones(shape)
-        optimizer.step()
-        for state in optimizer.state.values():
-            for key, value in state.items():
-                if key != "step":
-                    state[key] = value.double()
-    assert param.isfinite().all()
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_square_weight_that_is_transposed_where_it_lies_keeps_its_state_by_place(name: str, level: str) -> None:

@@ -132,8 +132,9 @@ def test_a_wrapper_and_the_model_inside_are_refused_where_types_change(level: st
 def test_a_half_model_inside_of_a_wrapper_is_refused_where_it_becomes_float32() -> None:
     model = MLP.model().half()
     ddp, optimizer = DistributedDataParallel(model), momentum_sgd(model.parameters())
-    with left_alone(model, optimizer), pytest.raises(AmpStateError, match="made around this Mlp before"):
-        amp.initialize(ddp, optimizer, opt_level="O0", verbosity=0)
+    for given in (ddp, model):
+        with left_alone(model, optimizer), pytest.raises(AmpStateError, match="first, then DistributedDataParallel"):
+            amp.initialize(given, optimizer, opt_level="O0", verbosity=0)
 
 
 @pytest.mark.usefixtures("one_process_group")

@@ -22,7 +22,7 @@ from amp_engine import amp
 from amp_engine.optimizers import FusedAdam
 from tests.models import MLP
 from tests.ranks import Messages, on_ranks
-from tests.support import LEVELS, backward, masters, momentum_sgd, scaler_numbers
+from tests.support import LEVELS, assert_bitwise, backward, masters, momentum_sgd, scaler_numbers
 
 STEPS = int(os.environ.get("STEPS", "42"))  # 200 in make stress
 DYNAMIC = ("O1", "O2", "O3")  # weights of FP32, masters, half weights
@@ -95,26 +95,11 @@ def ranks() -> list[dict[Any, Any]]:
     return on_ranks(poisoned, 3)
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    if isinstance(ours, Tensor):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert_same(ours[key], theirs[key])
-    elif isinstance(ours, list):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
-    else:
-        assert ours == theirs
-
-
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_ranks_stay_bitwise_equal(ranks: list[dict[Any, Any]], case: tuple[str, str, str]) -> None:
     first, *others = (results[case] for results in ranks)
     for other in others:
-        assert_same(first, other)
+        assert_bitwise(other, first)
     assert all(master.isfinite().all() for master in first["masters"])
     assert first["skips"] >= first["poisoned"] > 0
 

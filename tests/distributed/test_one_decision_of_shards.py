@@ -214,8 +214,6 @@ def stages(level: str) -> dict[str, Any]:
 
 TWO: dict[str, Callable[[], Any]] = {
     "FSDP2 O1": lambda: sharded(units, "O1"),
-    "FSDP2 O4": lambda: sharded(units, "O4"),
-    "FSDP2 O0": lambda: sharded(units, "O0"),
     "FSDP2 O2": lambda: sharded(units, "O2"),
     "FSDP2 O3": lambda: sharded(units, "O3"),
     "FSDP2 O5": lambda: sharded(units, "O5"),
@@ -229,10 +227,7 @@ THREE: dict[str, Callable[[], Any]] = {
     "FSDP2 O2 uneven": lambda: sharded(units, "O2"),
 }
 FOUR: dict[str, Callable[[], Any]] = {
-    "FSDP2 O1": lambda: sharded(units, "O1"),
-    "HSDP O1": lambda: sharded(hybrid, "O1"),
     "HSDP O2": lambda: sharded(hybrid, "O2"),
-    "dp x tp O2": lambda: sharded(two_dimensions, "O2"),
     "dp x tp O1": lambda: sharded(two_dimensions, "O1"),
 }
 PROGRAMS = {2: TWO, 3: THREE, 4: FOUR}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from amp_engine import amp
 from tests.ranks import on_ranks
-from tests.support import backward, scaler_numbers
+from tests.support import assert_bitwise, backward, scaler_numbers
 
 LEVELS = ("O1", "O2")
 OVERFLOWS = (1, 4)  # of these steps
@@ -106,17 +106,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     return results
 
 
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_resumed_run_is_the_one_that_was_not_cut_overflows_included(ranks: Any, level: str) -> None:
     for results in ranks[2]:
         at_cut, uncut, resumed, _ = results[level]
-        assert_equal(resumed, uncut)
+        assert_bitwise(resumed, uncut)
         assert not torch.equal(at_cut[0], uncut[0])
         assert uncut[-1][0] == 2.0**14  # two of the steps were skipped
 
@@ -134,4 +128,4 @@ def test_ranks_have_different_parts_of_the_moments(ranks: Any, level: str) -> No
 def test_another_number_of_ranks_has_every_bit(ranks: Any, level: str, count: int) -> None:
     at_cut = ranks[2][0][level][0]
     for results in ranks[count]:
-        assert_equal(results[level], at_cut)
+        assert_bitwise(results[level], at_cut)

@@ -26,6 +26,7 @@ from tests.support import (
     momentum_sgd,
     optimizer_values,
     started,
+    step_beside,
     train,
     weights_of,
 )
@@ -175,13 +176,7 @@ def test_steps_are_those_of_the_class_on_float32_weights(level: str, name: str) 
     copies = [nn.Parameter(weight.detach().clone()) for weight in weights_of(optimizer)]
     plain = ALL[name](copies)
     for index in range(3):
-        optimizer.zero_grad()
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
-        for copied, weight in zip(copies, weights_of(optimizer), strict=True):
-            assert weight.grad is not None
-            copied.grad = weight.grad.clone()
-        optimizer.step()
-        plain.step()
+        step_beside(NORMED_MLP, model, optimizer, plain, index)
         assert_same_step(plain, masters(optimizer), copies)
         for param, master in zip(model.parameters(), masters(optimizer), strict=True):
             assert_bitwise(param, master.to(param.dtype))

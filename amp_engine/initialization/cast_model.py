@@ -364,10 +364,11 @@ def _decompositions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _computes_with_buffers_alone(module: nn.Module) -> bool:
-    has_forward = type(module).forward is not nn.Module.forward and "forward" not in vars(module)
+    if is_layer(module) or isinstance(module, torch.jit.ScriptModule):  # whose class gives no `forward`
+        return False
     return (
-        has_forward
-        and not (is_layer(module) or isinstance(module, torch.jit.ScriptModule))
+        type(module).forward is not nn.Module.forward
+        and "forward" not in vars(module)
         and any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
         and next(module.parameters(), None) is None
     )

@@ -182,12 +182,10 @@ def as_trained(module: nn.Module) -> None:
         if not parameter.is_floating_point() or not parameter.numel():
             continue
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        if not parameter.abs().max() < 1e4:  # memory that nobody wrote
-            parameter.copy_(noise)
         if parameter.dim() >= 2:
             wanted = parameter[0].numel() ** -0.5
             spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
-            if not spread > 0:
+            if not spread > 1e-4 * float(parameter.abs().max()):  # a constant, whose spread is the mean's rounding
                 parameter.add_(noise, alpha=wanted)
             elif spread < wanted:
                 parameter.mul_(wanted / spread)

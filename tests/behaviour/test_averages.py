@@ -240,6 +240,7 @@ def test_an_average_of_torchs_and_a_copy_stand_in_too() -> None:
         assert_bitwise(dict(amp_saved), state(other))
 
 
+@pytest.mark.filterwarnings("ignore:A moving average of this model was made as a copy")
 @pytest.mark.parametrize("kind", ["averaged", "copy"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_expanded_buffer_takes_the_average_and_comes_back(level: str, kind: str) -> None:
@@ -248,10 +249,11 @@ def test_an_expanded_buffer_takes_the_average_and_comes_back(level: str, kind: s
     optimizer = adamw(model.parameters())
     amp.initialize(model, optimizer, opt_level=level)
     averaged = amp.averaged_model(model, optimizer, use_buffers=True) if kind == "averaged" else copy.deepcopy(model)
+    rows = model.odd[:1] if 0 in model.odd.stride() else model.odd  # a cast to half writes it out
     for index in range(2) if kind == "averaged" else ():
-        model.odd[:1].fill_(2.0 + index)
+        rows.fill_(2.0 + index)
         averaged.update_parameters(model)
-    model.odd[:1].fill_(5.0)
+    rows.fill_(5.0)
     expected = 2.0 if kind == "copy" else float(averaged.module.odd[0, 0])
     assert expected < 3.0
     with amp.averaged_weights(model, averaged):

@@ -508,12 +508,11 @@ class Body(ContextOfLoss):
             tell(self)
         scaler.to(loss.device)
         self._backward = backward = self._owner.begin(self._records, scaler, self._loss_id)
-        entered: list[Record] = []
+        outside = [one for one in self._records if not one.is_in_body]
         try:
             scaled_loss = loss.float() * moved(backward.snapshot.scale, loss.device)
             for one in self._records:
                 one.enter()
-                entered.append(one)
                 one.refuse_joined(not backward.snapshot.is_identity)
             together = self._records[0].pending.accumulations if self._records else {}
             self._owner.number(backward, together)
@@ -530,7 +529,7 @@ class Body(ContextOfLoss):
             for hook in (self._hook, self._hook_of_loss):
                 if hook is not None:
                     hook.remove()
-            for one in entered:
+            for one in outside:
                 one.put_back()
             raise
 

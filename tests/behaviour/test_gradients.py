@@ -523,7 +523,6 @@ SPARSE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, about its own Adagrad
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_gradients_train(name: str, level: str) -> None:

@@ -494,7 +494,6 @@ def test_of_backwards_that_were_delayed_the_last_loss_is_told(level: str, closed
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_the_norm_is_that_of_the_gradients_which_were_stepped(level: str) -> None:
     models = [nn.Embedding(6, 4, sparse=level != "O3"), nn.Linear(4, 4)]
     with Engine() as engine:
@@ -520,7 +519,6 @@ def test_the_norm_is_that_of_the_gradients_which_were_stepped(level: str) -> Non
 
 
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_auto_sees_sparse_gradients(level: str) -> None:
     scales = []
     for sparse in (False, True):

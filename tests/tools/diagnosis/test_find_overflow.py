@@ -222,7 +222,6 @@ def test_what_raises_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_sparse_gradients_are_looked_at(level: str) -> None:
     with Engine() as engine:
         model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
@@ -250,7 +249,6 @@ def test_sparse_gradients_are_looked_at(level: str) -> None:
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_sparse_tensors_of_the_forward_are_looked_at(layout: torch.layout) -> None:
     with Engine() as engine:
         model = nn.Linear(4, 2)

@@ -337,7 +337,6 @@ class Embedded(nn.Module):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_sparse_gradients_are_compared_as_dense_ones(level: str) -> None:
     words = torch.tensor([1, 2, 2, 5])
     sparse, dense = (
@@ -353,7 +352,6 @@ def test_sparse_gradients_are_compared_as_dense_ones(level: str) -> None:
     assert amp.find_fp32_modules(Embedded(True), lambda m: m(words).float().square().sum(), level).modules == ()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_sparse_gradients_that_overflow_as_they_are_added_up_lower_the_scale() -> None:
     words = torch.full((64,), 3)
 

@@ -104,7 +104,6 @@ def test_a_parameter_of_two_optimizers_is_noted_once() -> None:
         assert [record.parameter for record in watch.records] == [name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_sparse_gradients_are_noted() -> None:
     model = nn.Embedding(20, 4, sparse=True)
     with Engine() as engine:

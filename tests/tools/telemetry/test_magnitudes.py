@@ -68,7 +68,6 @@ def test_values_are_unscaled_before_they_are_counted() -> None:
     assert counted(values, inv_scale=0.25) == counted(values.float() / 4)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_views_sparse_gradients_and_scalars_are_counted() -> None:
     values = spread(torch.float32, 24).reshape(4, 6)
     sparse = values.to_sparse()

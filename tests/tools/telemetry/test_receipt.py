@@ -327,7 +327,6 @@ def test_what_steps_an_optimizer_is_what_did(level: str) -> None:
             assert after.masters == "4 FP32 masters"
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_gradients_that_the_kernels_did_not_take_are_told_after_the_step() -> None:
     with Engine() as engine:
         model = nn.Embedding(8, 8, sparse=True)

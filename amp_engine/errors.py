@@ -10,7 +10,7 @@
 Each is also the built-in error that apex raised in the same case, so `except RuntimeError` still works.
 
     AmpWarning (UserWarning)                all of them: something in the program has another effect than it seems
-    ├── AmpGradientWarning                  gradients that the step does not see: written, or of another backward
+    ├── AmpGradientWarning                  a step without a gradient; gradients not scaled; half weights written
     └── AmpRuntimeWarning (RuntimeWarning)  something around the program: the build, another apex, autocast, lost hooks
 
 Each is also the built-in category in parentheses, so filters of that category still work.
@@ -46,7 +46,7 @@ class AmpWarning(UserWarning):
 
 
 class AmpGradientWarning(AmpWarning):
-    """The step does not see gradients that were written, or that a backward outside of `scale_loss` computed."""
+    """A step finds no gradient, gradients were not scaled, or half weights are written before every step."""
 
 
 class AmpRuntimeWarning(AmpWarning, RuntimeWarning):

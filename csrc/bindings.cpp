@@ -1,5 +1,4 @@
 // The Python bindings of ops.h: amp_engine._C. Only amp_engine/kernels uses them, and it documents each operation.
-#include <ATen/ops/zeros.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -271,7 +270,7 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Native kernels of amp_engine. Use amp_engine.kernels, which falls back to PyTorch without them.";
+  m.doc() = "Native kernels of amp_engine. Use amp_engine.kernels, whose operations on lists compute in PyTorch without them.";
   m.attr("has_cuda") = has_cuda();
   py::register_local_exception_translator(&translate);
   patch::bind(m);

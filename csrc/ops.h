@@ -53,7 +53,7 @@ struct ListArguments {
   ScaleTensors const* update = nullptr;
 };
 
-// check, scale, unscale and axpby. An object may run many times; on a GPU each run uploads only what changed.
+// check, scale, copy, axpby and clip. An object may run many times; on a GPU each run uploads only what changed.
 class ListOperation {
  public:
   ListOperation();

@@ -16,13 +16,11 @@ c10::StorageImpl& storage_of(at::Tensor const& t) {
 
 Access access_of(at::Tensor const& grad, at::Tensor const& param) {
   auto const type = grad.scalar_type();
-  if (grad.layout() != at::kStrided || (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) ||
-      grad.unsafeGetTensorImpl()->is_python_dispatch() || is_lazy(grad) || !grad.is_non_overlapping_and_dense() ||
-      !same_layout(grad, param)) {
-    return Access::other;
-  }
-  bool const shared = grad.is_view() || grad.storage().nbytes() > size_t(grad.numel() * grad.element_size());
-  return shared ? Access::shared : Access::own;
+  bool const is_other = grad.layout() != at::kStrided ||
+                        (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) ||
+                        grad.unsafeGetTensorImpl()->is_python_dispatch() || is_lazy(grad) ||
+                        !grad.is_non_overlapping_and_dense() || !same_layout(grad, param);
+  return is_other ? Access::other : Access::taken;
 }
 
 int64_t version_or_none(at::Tensor const& t) { return t.is_inference() ? -1 : int64_t(version_of(t)); }

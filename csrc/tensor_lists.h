@@ -75,13 +75,13 @@ class GradientMarks {
 };
 
 // How the kernels can reach a gradient. See Gradients::accesses.
-enum class Access : char { none, own, shared, other };
+enum class Access : char { none, taken, other };
 
 struct Gradients {
   OptionalTensors tensors;
-  // An Access for each parameter. `own`: the gradient has memory of its own. `shared`: it shares memory with other
-  // tensors. `other`: the kernels cannot reach it. It is sparse, has another type, is a subclass with a dispatch of its
-  // own, has gaps or overlaps, lies in another order than its parameter, or is a view that negates its memory.
+  // An Access for each parameter. `other`: the kernels cannot take the gradient. It is sparse, has another type, is a
+  // subclass with a dispatch of its own, has gaps or overlaps, lies in another order than its parameter, or is a view that
+  // negates its memory.
   std::string accesses;
   // The devices of the gradients that the kernels can reach, each device once.
   std::vector<at::Device> devices;

@@ -35,8 +35,6 @@ HALF = {
     "O5": torch.bfloat16,
 }
 
-STAND_IN = nn.Linear(1, 1)  # lives as long as the tests do
-
 MODULE_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

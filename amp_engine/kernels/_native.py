@@ -21,7 +21,6 @@ WITHOUT = (
     "torch's optimizers take their own steps; the fused classes of amp_engine.optimizers, steps of amp_C, split "
     "masters and bfloat16 moments need the kernels"
 )
-"""What is there without compiled kernels, and what is not."""
 
 
 def find(package: Path, version: str) -> Path:
@@ -81,7 +80,7 @@ def _refused(why: str) -> str:
     return reason
 
 
-def _not_compiled(extension: Path) -> str:
+def _not_compiled() -> str:
     """Return the reason: a clone that Python imports before an installation with kernels, or nothing was compiled."""
     for folder in [Path(path).resolve() for path in sys.path]:
         if folder != PACKAGE.parent and any((folder / PACKAGE.name).glob("_C*.so")):
@@ -105,7 +104,7 @@ def load(extension: Path, record: dict[str, Any]) -> tuple[ModuleType | None, st
     if record and not fits(record.get("torch")):
         return None, refuse_other_torch(record.get("torch"))
     if not extension.exists():
-        return None, _not_compiled(extension)
+        return None, _not_compiled()
     if IS_CLONE and record.get("sources", sources := digest(PACKAGE.parent / "csrc")) != sources:
         return None, _refused("they were compiled from other sources than csrc has now, as after a git pull")
     try:

@@ -30,7 +30,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         tensors: n; None for a parameter that has no gradient.
-        accesses: n; how the kernels can reach each gradient: NONE, OWN, SHARED or OTHER of layout.py.
+        accesses: n; how the kernels can reach each gradient: NONE, TAKEN or OTHER of layout.py.
         devices: devices of the gradients that the kernels can reach, each once.
     """
 

@@ -12,8 +12,8 @@ from amp_engine.ground.torch_private import data_address
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """The types that the kernels take."""
 
-# Access of the kernels to a gradient: no gradient; in its own memory; in memory that other tensors share; no access.
-NONE, OWN, SHARED, OTHER = range(4)
+# Access of the kernels to a gradient: there is none; they can take it; they cannot.
+NONE, TAKEN, OTHER = range(3)
 
 
 def mark(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
@@ -56,12 +56,9 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def access_of(grad: Tensor, param: Tensor) -> int:
-    """Return the access of the kernels to `grad`, the gradient of `param`: OWN, SHARED or OTHER."""
+    """Return the access of the kernels to `grad`, the gradient of `param`: TAKEN or OTHER."""
     readable = type(grad) is Tensor and grad.dtype in FLOATS and is_dense(grad) and same_layout(grad, param)
-    if not readable or is_lazy(grad):
-        return OTHER
-    shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
-    return SHARED if shared else OWN
+    return TAKEN if readable and not is_lazy(grad) else OTHER
 
 
 def devices_of(tensors: Sequence[Tensor | None], accesses: bytes) -> list[torch.device]:

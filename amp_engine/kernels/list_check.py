@@ -1,4 +1,4 @@
-"""Pass 1 of a step: checks every gradient once, and unscales what users read."""
+"""The check: reads every gradient once, and unscales it in the same pass where there is an output."""
 
 from __future__ import annotations
 

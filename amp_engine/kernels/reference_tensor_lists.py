@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_engine.ground.torch_private import data_address
 from amp_engine.kernels.backend import Gradients, TensorList
-from amp_engine.kernels.layout import NONE, OWN, SHARED, access_of, devices_of, mark, version
+from amp_engine.kernels.layout import NONE, TAKEN, access_of, devices_of, mark, version
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -132,5 +132,5 @@ def _gradient_mark(param: Tensor) -> tuple[int, int, int] | None:
     grad = _GRAD.__get__(param)
     if grad is None:
         return None
-    address = data_address(grad) if access_of(grad, param) in (OWN, SHARED) else 0
+    address = data_address(grad) if access_of(grad, param) == TAKEN else 0
     return id(grad), version(grad), address

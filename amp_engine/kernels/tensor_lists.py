@@ -14,8 +14,7 @@ from amp_engine.kernels.backend import Marks as Marks
 from amp_engine.kernels.choice import TENSOR_LISTS
 from amp_engine.kernels.layout import NONE as NONE
 from amp_engine.kernels.layout import OTHER as OTHER
-from amp_engine.kernels.layout import OWN as OWN
-from amp_engine.kernels.layout import SHARED as SHARED
+from amp_engine.kernels.layout import TAKEN as TAKEN
 from amp_engine.kernels.layout import access_of as access_of
 from amp_engine.kernels.layout import devices_of as devices_of
 from amp_engine.kernels.layout import is_lazy as is_lazy

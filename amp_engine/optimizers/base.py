@@ -30,7 +30,7 @@ class FusedOptimizer(Optimizer):
     """An optimizer that steps in one pass over gradients, weights and state, by kernels compiled for CPU and CUDA.
 
     Parameters may be float32, float16 and bfloat16, mixed; state is always float32. Under `amp.initialize` the step
-    unscales, clips, skips and writes the model's half parameters in that same pass.
+    clips, skips and writes the model's half parameters in that same pass; with `gradients="half"` it unscales, too.
 
     Without compiled kernels the constructor raises AmpStateError, a RuntimeError like apex's; `step` raises it for
     parameters on a device without kernels.

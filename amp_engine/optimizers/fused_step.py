@@ -65,7 +65,7 @@ class StepInput:
 
     Attributes:
         params: n, the entries.
-        weights: n, the tensors to step: `params`, except for shards and an optimizer with masters of its own.
+        weights: n, the tensors to step: `params`, except for shards and masters.
         gradients: n; of the weights' shapes, or None.
         copies: n low-precision parameters that the new weights are rounded into, or None each; None: there are none.
             Where other code wrote one of them, it replaces the weight.
@@ -97,7 +97,7 @@ class FusedStep:
         self._tables: list[Table] = []
         self._captured: list[Table] = []  # earlier tables, to which CUDA graphs still write
         self._weights: tuple[Tensor, ...] = ()
-        self.copies: tuple[Tensor | None, ...] = ()  # written beside the weights by the last step
+        self._copies: tuple[Tensor | None, ...] = ()  # written beside the weights by the last step
         self._inner: list[dict[str, Any]] = []
         self._stateless: list[int] = []  # rows that have had no gradient yet
         self._needs_state1: list[bool] = []
@@ -127,7 +127,7 @@ class FusedStep:
         if not step.are_plain and not all(g is None or _is_plain(g) for g in step.gradients):
             return None
         is_current = self._is_current(optimizer, step.weights, step.gradients)
-        step.is_current = is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self.copies))
+        step.is_current = is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self._copies))
         return step if step.is_current or self.obstacle(step) is None else None
 
     def step(
@@ -319,7 +319,7 @@ class FusedStep:
             )
             for device, rows in by_device.items()
         ]
-        self._weights, self.copies = tuple(weights), tuple(copies)
+        self._weights, self._copies = tuple(weights), tuple(copies)
         self._inner = list(optimizer.state.values())
 
     def _live_optimizer(self) -> Optimizer:

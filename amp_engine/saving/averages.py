@@ -100,7 +100,7 @@ def averaged_weights(model: nn.Module, averaged: nn.Module) -> Iterator[None]:
 
 def _write(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
-        present = tensor.data  # a write into it does not increment the version, so that masters do not follow
+        present = tensor.data  # a write into it moves no version: masters follow in a step alone, which the end refuses
         if _is_expanded(tensor):  # each element of its memory is written once
             once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
             present, value = present[once], value[once]

@@ -231,7 +231,7 @@ def _plain(name: str) -> str:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Map the id of each parameter, and of each of its masters, to the parameter's name."""
+    """Map the id of each parameter, and of its master, to the parameter's name."""
     named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
     return {id(weight): name for name, p in named for weight in (p, *(m.weight for m in masters_of(p)))}
 

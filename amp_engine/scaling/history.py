@@ -64,7 +64,7 @@ class Track:
             losses = self.losses
             if losses:
                 last = losses[-1][0]
-                # In a delayed backward each optimizer closes its own window, and notes it under the same number.
+                # The optimizers of a delayed backward are closed one by one, and each notes it under the same number.
                 if last == follows or last == number != 0:
                     losses.pop()
             losses.append((number, loss))

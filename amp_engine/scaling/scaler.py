@@ -164,7 +164,7 @@ class LossScaler:
         bad = moved(nonfinite.any().float(), self.found_inf.device)
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
-    def begin_update(self, closed: ScaleSnapshot | None = None, loss: Tensor | None = None) -> ScaleUpdate:
+    def begin_update(self, closed: ScaleSnapshot | None, loss: Tensor | None) -> ScaleUpdate:
         """Return the update after one backward, which `kernels.update_scale_(*given)` or a check executes.
 
         Args:

@@ -64,7 +64,7 @@ class Backward:
         checked: the checks, one for each optimizer and device.
         skips: True if an overflow skips the step; False if it is only reported.
         reduction: lets several ranks agree on the overflow; None if this rank decides alone.
-        earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set only for "auto".
+        earlier_loss_is_bad: != 0 if an earlier loss of the same step was not finite; set only for "auto".
         may_update: True if the check of all gradients may also update the scale, since nothing comes in between.
         update: the update of the scale that the check did; None if it did not.
         accumulation: the backwards of its loss for the same step.

@@ -72,22 +72,6 @@ class Beside(Exact):
         """True if other code wrote the master since it last agreed with the parameter."""
         return False
 
-    def counts(self) -> bool:
-        """True if each element of the parameter that was not written since was rounded from the value.
-
-        True after `param.data = x`, too, but not with several ranks, where `x` may differ between them.
-        """
-        if self.in_sync():
-            return True
-        if has_ranks() or self.was_written() or self.param.shape != self.shape:
-            return False
-        return self._pairs.params.has_other_memory(self._place)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the kept value."""
-        raise NotImplementedError
-
     def mark(self) -> None:
         """Declare that parameter and value agree."""
         self._pairs.mark_at(self._place)
@@ -116,11 +100,6 @@ class Master(Beside):
         vars(self.weight).update(vars(param))
         self._pairs, self._place = Pairs([param], [self.weight]), 0
         keep_exact(self)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the master."""
-        return self.weight.shape
 
     def was_written(self) -> bool:
         """True if other code wrote the master since it last agreed with the parameter."""
@@ -183,10 +162,16 @@ class Remainder(Beside):
             self._split(value_f32)
         keep_exact(self)
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the lower half."""
-        return self.bits.shape
+    def counts(self) -> bool:
+        """True if each element of the parameter that was not written since was rounded from the value.
+
+        True after `param.data = x`, too, but not with several ranks, where `x` may differ between them.
+        """
+        if self.in_sync():
+            return True
+        if has_ranks() or self.param.shape != self.bits.shape:
+            return False
+        return self._pairs.params.has_other_memory(self._place)
 
     @torch.no_grad()
     def value(self) -> Tensor:

@@ -41,9 +41,9 @@ class Events:
         entering: gives the context of a `scale_loss` before its entry; if the entry raises, no other event follows.
         entered: gives the context, its Backward and its loss, before the body runs.
         leaving: gives the context, after its body has ended or raised.
-        checked: gives a Backward right after the check of its gradients, which are unscaled unless they are held.
+        checked: gives a Backward right after the check of its gradients.
         closed: gives the rows of the optimizers and their Backward, while gradients are as the step will find them.
-            Held gradients are still scaled. The Backward is None if nothing was scaled or checked.
+            The Backward is None at the exit of a `scale_loss` at a scale of 1.
         left: gives the context, after its whole exit.
         unchecked: gives the Backward of a loss that is not finite and whose gradients are not checked, its value, the
             number of such losses in a row, and the loss before its backward; None in its place if it came from a GPU.

@@ -7,7 +7,7 @@ other parameters, finds none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -38,13 +38,9 @@ class Exact:
         value = None if incoming is None else incoming[0].get(incoming[1])
         return value if isinstance(value, Tensor) else None
 
-    def in_sync(self) -> bool:
-        """True if only this keeper wrote the parameter since it was rounded from the value."""
-        raise NotImplementedError
-
     def counts(self) -> bool:
         """True if each element of the parameter that was not written since was rounded from `value`."""
-        return self.in_sync()
+        raise NotImplementedError
 
     def value(self) -> Tensor:
         """Return the value before rounding: float32, new memory. Call it only if `counts()`. No host sync.
@@ -60,7 +56,7 @@ class Exact:
 
 
 def keep_exact(one: Exact) -> None:
-    """Register `one` for its parameter, behind earlier keepers, while both live."""
+    """Register `one` for its parameter while both live."""
     _KEEPERS[one.param] = [weakref.ref(other) for other in (*exact_of(one.param), one)]
 
 
@@ -71,7 +67,7 @@ def discard_exact(one: Exact) -> None:
 
 
 def exact_of(param: nn.Parameter) -> Iterator[Exact]:
-    """Yield the keepers of `param`: a master for each optimizer that owns it, or one remainder."""
+    """Yield the keeper of `param`, its master or its remainder, if it has one."""
     for ref in _KEEPERS.get(param, ()) if _KEEPERS else ():  # looking up takes a microsecond
         one = ref()
         if one is not None:
@@ -80,12 +76,7 @@ def exact_of(param: nn.Parameter) -> Iterator[Exact]:
 
 def exact_value(param: nn.Parameter) -> Tensor | None:
     """Return a copy of the float32 value behind `param`, or None if no keeper is up to date. No host sync."""
-    return exact_value_of(exact_of(param))
-
-
-def exact_value_of(keepers: Iterable[Exact]) -> Tensor | None:
-    """Like `exact_value`, for given keepers."""
-    return next((one.value() for one in keepers if one.counts()), None)
+    return next((one.value() for one in exact_of(param) if one.counts()), None)
 
 
 def float32_of(tensor: Tensor) -> Tensor:

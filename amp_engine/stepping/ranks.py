@@ -18,7 +18,8 @@ class Ranks:
     """The ranks of one optimizer.
 
     DistributedDataParallel reduces the gradients in `.grad`. Under its `no_sync` they stay there for the next
-    reduction; the exit of a `scale_loss` without `delay_unscale` unscales them and takes them away.
+    reduction; the exit of a `scale_loss` without `delay_unscale` unscales them, and the next scaled backward
+    sets them aside, so that no reduction reaches them.
 
     Args:
         process_group: the group that the user named; None for the groups of the DTensors among its parameters and of

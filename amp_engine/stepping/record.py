@@ -1,8 +1,8 @@
 """The record of one optimizer: its gradients around a backward, what a check found of them, how they are clipped.
 
 A parameter's `.grad` is its gradient, and nothing else holds one. Outside of the body of a `scale_loss` it is unscaled;
-only `delay_unscale` leaves it scaled, until the next body or the step. Beside a master it may be half, as the backward
-left it at a scale of 1, or float32.
+only `delay_unscale` leaves it scaled, until the next body or the step, and `initialize(gradients="half")` half ones
+beside masters, until the step. Beside a master it may be half, as the backward left it at a scale of 1, or float32.
 """
 
 from __future__ import annotations
@@ -37,12 +37,9 @@ from amp_engine.stepping.rows import Columns, Rows
 class State(Enum):
     """The unit of the gradients in `.grad`."""
 
-    IDLE = "idle"  # unscaled
+    IDLE = "idle"  # unscaled, but for `Kept`
     BODY = "body"  # the body of a `scale_loss` runs: from its first backward on, scaled
     DELAYED = "delayed"  # scaled: `delay_unscale` left them between two bodies
-
-    # Enum's own hash is Python code, which is slow.
-    __hash__ = object.__hash__
 
 
 class Found(NamedTuple):
@@ -414,8 +411,7 @@ class Record:
         if done:
             own, accesses = arithmetic.without(done, own, accesses)
         if unscaled is not None:
-            has = accesses if not done else bytes(accesses)
-            unscaled |= {id(p) for p, how in zip(columns.params, has, strict=True) if how != tensor_lists.NONE}
+            unscaled |= {id(p) for p, how in zip(columns.params, accesses, strict=True) if how != tensor_lists.NONE}
         others = _others(accesses)
         if others and columns.has_shards:
             own, accesses = arithmetic.with_shards(columns.params, others, own, accesses)

@@ -438,7 +438,7 @@ class Records:
         """Entry: set gradients aside. Raises AmpStateError inside of a body."""
         if record.is_in_body:
             raise AmpStateError(
-                f"_prepare_amp_backward() was called for {type(record.optimizer).__name__} inside of an `with "
+                f"_prepare_amp_backward() was called for {type(record.optimizer).__name__} inside of a `with "
                 "amp.scale_loss(...)`, which did it at its entry.  Leave out one of the two."
             )
         record.enter()

@@ -179,7 +179,7 @@ class Rows:
         self.look_at_types()
 
     def _has_other_needs(self) -> bool:
-        """True if a frozen parameter is trained now, or a parameter of a master has another type."""
+        """True if a frozen low-precision parameter is trained now."""
         for p in self._frozen:  # noqa: SIM110 - a generator is slower
             if p.requires_grad and is_low_precision(p):
                 return True
@@ -245,7 +245,7 @@ class Rows:
 
     # Writes by other code.
 
-    def follow(self, rounds: bool = True) -> None:
+    def follow(self, rounds: bool) -> None:
         """Have values beside take what other code wrote into parameters, then round written masters into the model.
 
         Writes that move no version are found by the step, which compares values. A parameter that was written by one

@@ -177,8 +177,7 @@ class StepHook:
 
     Args:
         record: of the optimizer.
-        owner: checks gradients that no exit saw. Its `casts` are off during a step; a step of the kernels also writes
-            the casts' copies of FP32 parameters.
+        owner: checks gradients that no exit saw. Its `casts` are off during a step.
     """
 
     def __init__(self, record: Record, owner: Records) -> None:
@@ -276,7 +275,6 @@ class StepHook:
             owner.look_at_unseen(record, is_stepping=True)
         record.missing_gradients.warn(optimizer, record.rows)
         if not is_own and not is_scaled and casts_off is None and not record.pending.backwards:
-            record.rows.judge_half()
             record.pending.taken_unseen()
             record.stepped(may_be_left=False)
             return None
@@ -313,7 +311,6 @@ class StepHook:
         whose replay would miss the decision.
         """
         record, rows = self._record, self._record.rows
-        rows.judge_half()
         record.written_parameters.warn(optimizer, rows)
         # Plan once, before the decision: a group that joins between two plans could be stepped on inf.
         planned = None

@@ -215,7 +215,7 @@ def test_weights_that_are_initialized_through_data_after_initialize_are_saved(le
 
 @pytest.mark.parametrize("way", ["saved", "closed"])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_writes_through_data_that_are_adopted_are_also_saved_and_kept_by_close(level: str, way: str) -> None:
+def test_writes_through_data_are_saved_and_kept_by_close(level: str, way: str) -> None:
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, adopt_data_writes=True, verbosity=0)

@@ -185,6 +185,16 @@ def test_a_write_that_nobody_sees_leaves_what_rounds_to_it() -> None:
     assert torch.equal(exact_value(model[0].weight).bfloat16(), model[0].weight)
 
 
+def test_a_weight_in_other_memory_keeps_its_lower_half() -> None:
+    model, optimizer = started(sgd, MLP, master_weights="split")
+    train(MLP, model, optimizer, "cc")
+    weight = model[0].weight
+    before = exact_value(weight)
+    weight.data = weight.data.clone()
+    assert not torch.equal(before, weight.float())
+    assert torch.equal(exact_value(weight), before)
+
+
 def test_a_skipped_step_leaves_both_halves() -> None:
     model, optimizer = started(loss_scale="dynamic", **NARROW["both"])
     train(NORMED_MLP, model, optimizer, "cc")

@@ -77,7 +77,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "DataSGD": DataSGD,
     "FlatSGD": FlatSGD,
 }
-INTEGER = ("SGD", "DataSGD", "FlatSGD")  # whose steps keep integers integers
 
 
 @pytest.fixture(params=OPTIMIZERS)

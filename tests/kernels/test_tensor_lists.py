@@ -38,8 +38,8 @@ def test_gradients_come_with_how_and_where_they_can_be_taken() -> None:
     assert [found.tensors[i] is g for i, g in enumerate(grads)] == [True] * 5
     assert list(found.accesses) == [
         tensor_lists.NONE,
-        tensor_lists.OWN,
-        tensor_lists.SHARED,
+        tensor_lists.TAKEN,
+        tensor_lists.TAKEN,
         tensor_lists.OTHER,
         tensor_lists.NONE,
     ]
@@ -51,7 +51,10 @@ def test_gradients_come_with_how_and_where_they_can_be_taken() -> None:
 def test_gradients_that_are_not_what_lies_in_their_memory_are_not_taken(lazy: Tensor) -> None:
     params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     params[0].grad, params[1].grad = lazy, torch.ones(4)
-    assert list(tensor_lists.gradients(tensor_lists.params(params)).accesses) == [tensor_lists.OTHER, tensor_lists.OWN]
+    assert list(tensor_lists.gradients(tensor_lists.params(params)).accesses) == [
+        tensor_lists.OTHER,
+        tensor_lists.TAKEN,
+    ]
     assert not tensor_lists.is_lazy(tensor_lists.written_out(lazy))
     assert torch.equal(tensor_lists.written_out(lazy), lazy.clone())
     assert tensor_lists.written_out(params[1]) is params[1]
@@ -72,7 +75,7 @@ def test_lists_of_any_length_are_walked_to_their_end(
     found = tensor_lists.gradients(listed_params)
     assert [found.tensors[i] is p.grad for i, p in enumerate(params)] == [True] * n
     assert list(found.accesses) == [
-        tensor_lists.NONE if p.grad is None else tensor_lists.OTHER if p.grad.is_sparse else tensor_lists.OWN
+        tensor_lists.NONE if p.grad is None else tensor_lists.OTHER if p.grad.is_sparse else tensor_lists.TAKEN
         for p in params
     ]
     marks, gradient_marks = tensor_lists.marks(params), tensor_lists.gradient_marks(tensor_lists.params(params))

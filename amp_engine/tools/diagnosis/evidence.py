@@ -27,7 +27,7 @@ from amp_engine.tools.diagnosis.forward_order import (
 
 @dataclass
 class Seen:
-    """What was seen of a backward.
+    """Findings about one backward, for its explanation.
 
     Attributes:
         order: the order of parameters in the forward, as `forward_order` gives it, maybe of an earlier forward.

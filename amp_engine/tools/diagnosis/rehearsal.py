@@ -83,7 +83,7 @@ def rehearse(
                 f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
             )
         one.rows.scan()
-        one.rows.follow()
+        one.rows.follow(rounds=True)
     for module in (module for model in models for module in model.modules() if is_fsdp2(module)):
         cast(Any, module).reshard()  # shards are copied, and never whole parameters, whose memory FSDP releases
     columns = [one.columns for one in backwards.all]

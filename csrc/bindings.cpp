@@ -343,6 +343,9 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
       "True if one of the tensors has a gradient.");
+  m.def(
+      "any_graph", [](ParamsOrList const& tensors) { return any_graph(in(tensors)); },
+      "True if one of the gradients has a graph.");
   m.def("same_objects", &same_objects, "True if two sequences have the same objects, by identity.");
   m.def("same_entries", &same_entries, "True if each dictionary has its object under each name.");
   m.def(
@@ -364,6 +367,19 @@ PYBIND11_MODULE(_C, m) {
                                        .norm = norm,
                                        .norm_scale = scale,
                                        .update = update ? &moving : nullptr}));
+           })
+      .def("look",
+           [](ListOperation& self, std::shared_ptr<Params> const& params, py::bytes const& plain, bool unscales,
+              bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf, at::Tensor const& norm,
+              std::optional<ScaleArguments> const& update) -> py::object {
+             ScaleTensors const moving = update ? std::apply(scale_tensors, *update) : ScaleTensors();
+             std::optional<Looked> found = look(self, params->list(), plain, unscales, keeps_half, scale, found_inf, norm,
+                                                update ? &moving : nullptr);
+             if (!found) {
+               return py::none();
+             }
+             return py::make_tuple(as_tuple(found->checks), py::bytes(found->accesses),
+                                   TensorList{std::move(found->gradients)}, ParamGradientMarks(params), found->kept);
            })
       .def("clip_", [](ListOperation& self, TensorsOrList const& tensors, at::Tensor const& norm, double max_norm) {
         self.run("clip_", in(tensors),

@@ -51,6 +51,8 @@ struct ListArguments {
   double max_norm = 0.0;
   std::optional<at::Tensor> found_inf = std::nullopt, norm = std::nullopt, norm_scale = std::nullopt;
   ScaleTensors const* update = nullptr;
+  bool known = false;  // true: the lists need no check of lengths, types, devices and layouts
+  bool apart = false;  // true: no output shares memory with another tensor of the lists
 };
 
 // check, scale, copy, axpby and clip. An object may run many times; on a GPU each run uploads only what changed.

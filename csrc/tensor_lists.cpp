@@ -25,6 +25,8 @@ Access access_of(at::Tensor const& grad, at::Tensor const& param) {
 
 int64_t version_or_none(at::Tensor const& t) { return t.is_inference() ? -1 : int64_t(version_of(t)); }
 
+bool is_half(at::Tensor const& t) { return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16; }
+
 bool has_memory(at::Tensor const& t) {
   return t.layout() == at::kStrided && t.has_storage() && !t.unsafeGetTensorImpl()->is_python_dispatch();
 }
@@ -136,7 +138,7 @@ OptionalTensors unscaled_outputs(std::string const& plain, OptionalTensors const
                     " entries, but gradients has ", gradients.size(), ".");
   OptionalTensors result(gradients);
   for (size_t i = 0; i < result.size(); ++i) {
-    if (plain[i] == 0 && result[i] && (result[i]->scalar_type() == at::kHalf || result[i]->scalar_type() == at::kBFloat16)) {
+    if (plain[i] == 0 && result[i] && is_half(*result[i])) {
       at::Tensor const& half = *result[i];
       // The way through torch's dispatcher takes four times as long.
       result[i] = half.is_cpu() ? at::Tensor(at::detail::empty_strided_cpu(half.sizes(), half.strides(), at::kFloat))
@@ -154,6 +156,56 @@ void replace_gradients(Tensors const& params, OptionalTensors const& before, Opt
       params[i]->mutable_grad() = *after[i];
     }
   }
+}
+
+std::optional<Looked> look(ListOperation& check, Tensors const& params, std::string const& plain, bool unscales,
+                           bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf,
+                           at::Tensor const& norm, ScaleTensors const* update) {
+  TORCH_CHECK_VALUE(params.size() == plain.size(), "look: there are ", params.size(), " parameters, but plain has ",
+                    plain.size(), " entries.");
+  Gradients found = gradients(params);
+  bool const takes_all = found.devices.size() == 1 && found.devices[0] == found_inf.device() &&
+                         found.accesses.find(char(Access::other)) == std::string::npos;
+  if (!takes_all) {
+    return std::nullopt;
+  }
+  OptionalTensors& own = found.tensors;
+  bool kept = unscales && keeps_half;
+  for (size_t i = 0; kept && i < plain.size(); ++i) {
+    kept = plain[i] != 0 || !own[i] || is_half(*own[i]);
+  }
+  bool const has_plain = plain.find('\1') != std::string::npos;
+  bool const writes = unscales && (!kept || has_plain);
+  OptionalTensors outputs;
+  bool apart = true;
+  if (writes) {
+    outputs = kept ? where(plain, own) : unscaled_outputs(plain, own);
+    for (size_t i = 0; apart && i < plain.size(); ++i) {
+      apart = !outputs[i] || !outputs[i]->is_same(*own[i]);  // all others are new memory
+    }
+  }
+  Checks const checks = check.run("look", own,
+                                  {.outs = writes ? &outputs : nullptr,
+                                   .a = scale,
+                                   .reciprocal = true,
+                                   .found_inf = found_inf,
+                                   .norm = norm,
+                                   .norm_scale = scale,
+                                   .update = update,
+                                   .known = true,
+                                   .apart = apart});
+  if (writes && !kept) {
+    replace_gradients(params, own, outputs);
+    own = std::move(outputs);
+  }
+  return Looked{checks, std::move(found.accesses), std::move(own), kept};
+}
+
+bool any_graph(Tensors const& tensors) {
+  return any_of(tensors, [](size_t, at::Tensor const& t) {
+    at::Tensor const& grad = grad_of(t);
+    return grad.defined() && grad.requires_grad() && grad.grad_fn();
+  });
 }
 
 bool any_gradient(Tensors const& tensors) {

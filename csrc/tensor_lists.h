@@ -4,11 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "ahead.h"
+#include "ops.h"
 
 namespace amp_engine {
 
@@ -98,7 +100,27 @@ OptionalTensors unscaled_outputs(std::string const& plain, OptionalTensors const
 // Sets params[i].grad = after[i] where that is another tensor than before[i].
 void replace_gradients(Tensors const& params, OptionalTensors const& before, OptionalTensors const& after);
 
+struct Looked {
+  Checks checks;
+  std::string accesses;       // see Gradients
+  OptionalTensors gradients;  // after the look
+  bool kept;                  // true: half gradients beside masters are still scaled
+};
+
+// Checks the gradients of `params` in one pass, and unscales them if `unscales` is true: half ones beside masters (0 in
+// `plain`) become float32, all others are unscaled in place. If `keeps_half` is true and all gradients beside masters are
+// half, these stay as they are. Returns nothing, and has changed nothing, if there is no gradient, or the kernels cannot
+// take each of them on the device of `found_inf`.
+//   scale      float32 []: gradients are divided by it
+//   found_inf, norm, update   see ListOperation::run
+std::optional<Looked> look(ListOperation& check, Tensors const& params, std::string const& plain, bool unscales,
+                           bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf,
+                           at::Tensor const& norm, ScaleTensors const* update);
+
 bool any_gradient(Tensors const& tensors);
+
+// True if a gradient has a graph, as after backward(create_graph=True).
+bool any_graph(Tensors const& tensors);
 
 // Sets tensor.grad = None for each tensor.
 void discard_gradients(Tensors const& tensors);

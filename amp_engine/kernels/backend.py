@@ -25,6 +25,24 @@ class Checks(NamedTuple):
     largest: Tensor
 
 
+class Looked(NamedTuple):
+    """The gradients of n parameters after one look at all of them.
+
+    Attributes:
+        checks: of the gradients as they were before.
+        accesses: n; NONE or TAKEN.
+        gradients: n; the gradients now.
+        marks: of these.
+        is_kept: True if half gradients beside masters are still scaled.
+    """
+
+    checks: Checks
+    accesses: bytes
+    gradients: TensorList
+    marks: GradientMarks
+    is_kept: bool
+
+
 class Gradients(NamedTuple):
     """The gradients of many parameters.
 
@@ -123,6 +141,10 @@ class TensorLists(Protocol):
 
     def any_gradient(self, tensors: Sequence[Tensor], /) -> bool:
         """True if any of `tensors` has a gradient."""
+        ...
+
+    def any_graph(self, tensors: Sequence[Tensor], /) -> bool:
+        """True if the gradient of any of `tensors` has a graph, as after `backward(create_graph=True)`."""
         ...
 
     def same_objects(self, a: Sequence[object], b: Sequence[object], /) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_engine.kernels.backend import Checks, TensorList
+from amp_engine.kernels.backend import Checks, Looked, TensorList
 from amp_engine.kernels.choice import NATIVE
 from amp_engine.kernels.ops import checks_of, clip_factor, update_scale_
 from amp_engine.kernels.refusals import check_lists
@@ -44,6 +45,33 @@ class ListCheck:
             The findings about the values before any write; 0 for skipped tensors.
         """
         return Checks(*self._on(norm.device).run(tensors, outputs, scale, found_inf, norm, update))
+
+    def look(
+        self,
+        params: Sequence[Tensor],
+        plain: bytes,
+        unscales: bool,
+        keeps_half: bool,
+        scale: Tensor,
+        found_inf: Tensor,
+        norm: Tensor,
+        update: tuple[Any, ...] | None,
+    ) -> Looked | None:
+        """Check the gradients of `params` in one call, and unscale them if `unscales`. No host sync.
+
+        Half gradients beside masters become float32, unless `keeps_half` leaves them, where all of these are half. All
+        others are unscaled in place.
+
+        Args:
+            params: n, a result of `tensor_lists.params`.
+            plain: n; 1 for a parameter without a master.
+            scale, found_inf, norm, update: as in `run`.
+
+        Returns:
+            None, with nothing done, if there is no gradient, or the kernels cannot take each on the device of `norm`.
+        """
+        found = self._on(norm.device).look(params, plain, unscales, keeps_half, scale, found_inf, norm, update)
+        return None if found is None else Looked(Checks(*found[0]), *found[1:])
 
     def clip_(self, tensors: TensorList, norm: Tensor, max_norm: float) -> None:
         """Multiply each tensor by `clip_factor` in float32, rounded once to the tensor's type. No host sync.
@@ -87,6 +115,9 @@ class _PlainCheck:
         if update is not None:
             update_scale_(*update)
         return checks
+
+    def look(self, *_: object) -> None:
+        """Return None: whoever calls it walks over the parameters in Python."""
 
     @torch.no_grad()
     def clip_(self, tensors: TensorList, norm: Tensor, max_norm: float) -> None:

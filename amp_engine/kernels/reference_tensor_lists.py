@@ -112,6 +112,11 @@ def any_gradient(tensors: Sequence[Tensor]) -> bool:
     return any(_GRAD.__get__(t) is not None for t in tensors)
 
 
+def any_graph(tensors: Sequence[Tensor]) -> bool:
+    """True if the gradient of any of `tensors` has a graph."""
+    return any((grad := _GRAD.__get__(t)) is not None and grad.grad_fn is not None for t in tensors)
+
+
 def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
     """True if two sequences hold the identical objects."""
     return len(a) == len(b) and all(map(is_, a, b))

@@ -30,6 +30,7 @@ where = TENSOR_LISTS.where
 unscaled_outputs = TENSOR_LISTS.unscaled_outputs
 replace_gradients = TENSOR_LISTS.replace_gradients
 any_gradient = TENSOR_LISTS.any_gradient
+any_graph = TENSOR_LISTS.any_graph
 same_objects = TENSOR_LISTS.same_objects
 same_entries = TENSOR_LISTS.same_entries
 discard_gradients = TENSOR_LISTS.discard_gradients

@@ -51,6 +51,7 @@ class Found(NamedTuple):
         norm: their 2-norm: float32, shape []; None if the check did not cover all of them in one pass.
         checks: what it found in each, if `norm` is not None.
         snapshot: the scale that gradients had in `checks`; None for 1.
+        are_taken: True if the kernels can take all of `grads`, and there is one.
     """
 
     marks: tensor_lists.GradientMarks
@@ -58,6 +59,7 @@ class Found(NamedTuple):
     norm: Tensor | None = None
     checks: kernels.Checks | None = None
     snapshot: ScaleSnapshot | None = None
+    are_taken: bool = False
 
 
 class Clip(NamedTuple):
@@ -376,7 +378,7 @@ class Record:
             backward: shared by all optimizers of this `scale_loss`; gets the checks.
             check: False to record no overflow in the scaler.
             unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled; the ids of
-                those that are unscaled here are added. None if there is no other optimizer.
+                those that are unscaled here are added. None if no other one has a parameter in common.
             keeps: True if half gradients may stay scaled until the step, where the user asked for it.
 
         Returns:
@@ -405,6 +407,8 @@ class Record:
 
     def _look(self, backward: Backward, check: bool, unscaled: set[int] | None, keeps: bool) -> list[Checked]:
         columns, snapshot = self.rows.columns, backward.snapshot
+        if unscaled is None and not columns.has_shards and (checked := self._look_at_once(backward, check, keeps)):
+            return [checked]
         before = len(backward.checked)
         own, accesses, devices = tensor_lists.gradients(columns.handle)
         done = [row for row, p in enumerate(columns.params) if id(p) in unscaled] if unscaled else []
@@ -452,6 +456,40 @@ class Record:
         )
         self.kept = Kept(self.found.marks, snapshot) if keeps else None
         return backward.checked[before:]
+
+    def _look_at_once(self, backward: Backward, check: bool, keeps: bool) -> Checked | None:
+        """Do `_look` in one call, if the kernels can take all gradients on the device of the scale; else do nothing."""
+        columns, snapshot, scaler = self.rows.columns, backward.snapshot, backward.scaler
+        found_inf = scaler.found_inf if check else torch.zeros_like(scaler.found_inf)
+        norm, is_whole, update = torch.empty_like(found_inf), not self._earlier, None
+        if check and backward.may_update and is_whole:
+            update = scaler.begin_update(snapshot, backward.loss_to_send())
+        looked = self._list_check.look(
+            columns.handle,
+            columns.plain_mask,
+            not snapshot.is_identity,
+            keeps and is_whole,
+            snapshot.scale,
+            found_inf,
+            norm,
+            None if update is None else update.given,
+        )
+        if looked is None:
+            return None
+        backward.update = update
+        checked = Checked(columns.params, looked.accesses, looked.checks)
+        backward.checked.append(checked)
+        self.clip = None
+        self.found = Found(
+            looked.marks,
+            looked.gradients,
+            norm if is_whole else None,
+            looked.checks if is_whole else None,
+            None if snapshot.is_identity else snapshot,
+            are_taken=True,
+        )
+        self.kept = Kept(looked.marks, snapshot) if looked.is_kept else None
+        return checked
 
     def _are_half(self, grads: Sequence[Tensor | None]) -> bool:
         """True if all gradients beside masters are half."""
@@ -626,6 +664,11 @@ class Record:
         found = self.found
         return found is None or found.marks.params is not self.rows.columns.handle or found.marks.have_moved()
 
+    def taken_gradients(self) -> Sequence[Tensor | None] | None:
+        """Return the gradients that the last check saw, if none was written since and the kernels can take each."""
+        found = self.found
+        return found.grads if found is not None and found.are_taken and not self._has_moved() else None
+
     def has_foreign(self, before: tensor_lists.GradientMarks) -> bool:
         """True if gradients came since `before`, and not in a body inside of that one, which listed this optimizer."""
         has_moved = before.params is self.rows.columns.handle and before.have_moved()
@@ -716,7 +759,8 @@ class Record:
         if columns.has_plain:
             grads = tensor_lists.where(columns.plain_mask, self.found.grads)
             self._list_check.clip_(grads, norm, max_norm)
-            self.found = Found(tensor_lists.gradient_marks(columns.handle), self.found.grads)
+            marks = tensor_lists.gradient_marks(columns.handle)
+            self.found = Found(marks, self.found.grads, are_taken=self.found.are_taken)
         if 0 in columns.plain_mask:
             self.clip = Clip(columns, self.found.marks, norm, max_norm)
 

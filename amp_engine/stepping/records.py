@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import combinations
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -333,7 +334,8 @@ class Records:
         If any of it raises, or is interrupted, no gradient stays that is scaled or unchecked: those of the entry are
         put back while all are in a body, and later all since the last step are discarded.
         """
-        unscaled: set[int] | None = set() if len(records) > 1 else None
+        overlap = any(one.shares_parameters_with(other) for one, other in combinations(records, 2))
+        unscaled: set[int] | None = set() if overlap else None
         check = self._checks(backward)
         try:
             self._conclude(
@@ -577,14 +579,12 @@ class Body(ContextOfLoss):
         """Raise AmpStateError for gradients with a graph: what is computed from them would not be unscaled."""
         if self._backward.snapshot.is_identity:
             return
-        for one in self._records:
-            for param in one.columns.params if one.has_arrived() else ():
-                if param.grad is not None and param.grad.grad_fn is not None:
-                    raise AmpStateError(
-                        "backward(create_graph=True) left gradients with a graph, which the exit of scale_loss cannot "
-                        "unscale.  Take gradients by torch.autograd.grad(amp.scale(loss), params, create_graph=True) "
-                        "and amp.unscale(gradients), compute the penalty from those, and call backward() on the sum."
-                    )
+        if any(tensor_lists.any_graph(one.columns.handle) and one.has_arrived() for one in self._records):
+            raise AmpStateError(
+                "backward(create_graph=True) left gradients with a graph, which the exit of scale_loss cannot "
+                "unscale.  Take gradients by torch.autograd.grad(amp.scale(loss), params, create_graph=True) "
+                "and amp.unscale(gradients), compute the penalty from those, and call backward() on the sum."
+            )
 
     def _refuse_late(self) -> None:
         """Raise AmpStateError in a backward after the exit, unless its gradients will still be unscaled."""

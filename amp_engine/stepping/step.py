@@ -501,12 +501,13 @@ class StepHook:
 
 def _input_of(record: Record) -> StepInput:
     """Return the input of the next step of the kernels, as of the last scan."""
-    columns = record.columns
-    grads, accesses, _ = tensor_lists.gradients(columns.handle)
-    # Where nothing has a gradient, parameters of a class with a `grad` of its own are asked for it.
-    are_plain = tensor_lists.OTHER not in accesses and accesses.count(tensor_lists.NONE) < len(accesses)
-    if not are_plain:
-        grads = [p.grad for p in columns.params]
+    columns, grads, are_plain = record.columns, record.taken_gradients(), True
+    if grads is None:
+        grads, accesses, _ = tensor_lists.gradients(columns.handle)
+        # Where nothing has a gradient, parameters of a class with a `grad` of its own are asked for it.
+        are_plain = tensor_lists.OTHER not in accesses and accesses.count(tensor_lists.NONE) < len(accesses)
+        if not are_plain:
+            grads = [p.grad for p in columns.params]
     scaled = bytes(len(columns.params))
     if record.clip is not None or record.kept is not None:
         scaled = columns.plain_mask.translate(_INVERTED)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from amp_engine import amp, kernels
 from amp_engine.errors import AmpValueError
+from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers import LARC
 from tests.support import assert_bitwise
 
@@ -124,16 +125,29 @@ def test_all_optimizers_of_a_loss_skip_or_none() -> None:
     assert_bitwise(model.state_dict(), before)
 
 
-@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
-def test_gradients_are_read_once_before_a_step(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `amp.clip_grad_norm_` has read them for the norm, the step does not."""
-    reads, run = [], kernels.ListCheck.run
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each check appends the number of its gradients."""
+    reads: list[int] = []
+    run, look = kernels.ListCheck.run, kernels.ListCheck.look
 
-    def counting(self: Any, tensors: Any, *args: Any) -> Any:
+    def counted_run(self: Any, tensors: Any, *args: Any) -> Any:
         reads.append(sum(t is not None for t in tensors))
         return run(self, tensors, *args)
 
-    monkeypatch.setattr(kernels.ListCheck, "run", counting)
+    def counted_look(*args: Any) -> Any:
+        if (found := look(*args)) is not None:
+            reads.append(len(found.accesses) - found.accesses.count(tensor_lists.NONE))
+        return found
+
+    monkeypatch.setattr(kernels.ListCheck, "run", counted_run)
+    monkeypatch.setattr(kernels.ListCheck, "look", counted_look)
+    return reads
+
+
+@pytest.mark.parametrize("loop", ["scale_loss", "plain"])
+def test_gradients_are_read_once_before_a_step(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `amp.clip_grad_norm_` has read them for the norm, the step does not."""
+    reads = counted_reads(monkeypatch)
     for clip in (lambda optimizer: None, lambda optimizer: amp.clip_grad_norm_(optimizer, 1.0)):
         reads.clear()
         steps("O4", [1.0, 1.0, 1.0], run=LOOPS[loop], clip=clip)
@@ -144,8 +158,7 @@ def test_gradients_are_read_once_before_a_step(loop: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("loop", ["scale_loss", "plain"])
 def test_accumulated_gradients_are_read_once(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, run = [], kernels.ListCheck.run
-    monkeypatch.setattr(kernels.ListCheck, "run", lambda *args: reads.append(1) or run(*args))  # type: ignore[func-returns-value]
+    reads = counted_reads(monkeypatch)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O4", verbosity=1)

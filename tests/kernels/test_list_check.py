@@ -11,6 +11,7 @@ from amp_engine.errors import AmpValueError
 from amp_engine.kernels import choice
 
 from . import oracle
+from .conftest import NATIVE
 from .lists import FLOATS, Arena, copies, same_bits
 
 SCALE = 3000.0
@@ -132,3 +133,86 @@ def test_a_list_that_is_not_walked_is_refused():
         run(kernels.ListCheck(), tensors)
     with pytest.raises(AmpValueError, match="has 1 entries, but"):
         run(kernels.ListCheck(), tensors[:1] * 2, tensors[:1])
+
+
+def with_gradients(*grads):
+    params = []
+    for grad in grads:
+        param = torch.nn.Parameter(torch.zeros(5, dtype=torch.float32 if grad is None else grad.dtype))
+        param.grad_dtype, param.grad = None, grad
+        params.append(param)
+    return params
+
+
+def look(params, plain, unscales, keeps_half):
+    found_inf, norm = torch.tensor(0.0), torch.tensor(math.nan)
+    handle = kernels.tensor_lists.params(params)
+    arguments = handle, bytes(plain), unscales, keeps_half, torch.tensor(4.0), found_inf, norm, None
+    return kernels.ListCheck().look(*arguments), found_inf.item(), norm.item()
+
+
+@NATIVE
+@pytest.mark.parametrize(("unscales", "keeps_half"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("wide_master", [False, True])
+def test_a_look_checks_and_unscales_all_gradients_at_once(unscales, keeps_half, wide_master):
+    values = [torch.randn(5).half() for _ in range(3)] + [torch.randn(5)]
+    grads = [values[0].clone(), None, values[1].clone(), values[2].clone(), values[3].clone()]
+    grads[0] = grads[0].float() if wide_master else grads[0]
+    params = with_gradients(*grads)  # two with masters, then a half and a float32 one without
+    found, found_inf, norm = look(params, [0, 0, 0, 1, 1], unscales, keeps_half)
+    assert found_inf == 0.0
+    assert norm == pytest.approx(oracle.norm(values) / 4.0, rel=1e-6)
+    assert found.checks.largest.tolist() == [
+        0.0 if g is None else v.abs().max() for g, v in zip(grads, [values[0], None, *values[1:]], strict=True)
+    ]
+    assert list(found.accesses) == [
+        kernels.tensor_lists.NONE if g is None else kernels.tensor_lists.TAKEN for g in grads
+    ]
+    assert found.is_kept == (keeps_half and not wide_master)
+    assert not found.marks.have_moved()
+    for i, (param, value) in enumerate(zip(params, [values[0], None, *values[1:]], strict=True)):
+        assert found.gradients[i] is param.grad
+        if value is None:
+            continue
+        is_left = not unscales or (i < 3 and found.is_kept)
+        wanted = value.float() if is_left else value.float() / 4.0
+        assert torch.equal(param.grad.float(), wanted.half().float() if i == 3 else wanted)
+        widens = unscales and i < 3 and not found.is_kept
+        assert param.grad.dtype == (torch.float32 if widens else grads[i].dtype)
+        assert (param.grad is grads[i]) == (not widens or grads[i].dtype is torch.float32)
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    "grads",
+    [[None, None], [torch.ones(5), torch.ones(5).to_sparse()], [torch.ones(5), torch.ones(5).double()]],
+    ids=["none", "sparse", "float64"],
+)
+def test_a_look_does_nothing_where_it_cannot_take_all(grads):
+    params = with_gradients(*grads)
+    found, _, norm = look(params, [1, 1], True, False)
+    assert found is None
+    assert math.isnan(norm)
+    for param, grad in zip(params, grads, strict=True):
+        assert param.grad is grad
+        assert grad is None or torch.equal(grad.to_dense(), torch.ones(5, dtype=grad.dtype))
+
+
+@NATIVE
+def test_a_look_refuses_gradients_that_share_memory_which_it_would_write():
+    shared = torch.ones(5)
+    params = with_gradients(shared, shared.view(5))
+    with pytest.raises(AmpValueError, match="look: .* has the same memory as"):
+        look(params, [1, 1], True, False)
+    assert torch.equal(shared, torch.ones(5))
+    assert look(params, [1, 1], False, False)[0] is not None
+
+
+def test_gradients_with_a_graph_are_found():
+    params = with_gradients(torch.ones(5), None, torch.ones(5))
+    assert not kernels.tensor_lists.any_graph(params)
+    params[2].grad = torch.ones(5, requires_grad=True)  # a leaf has no graph
+    assert not kernels.tensor_lists.any_graph(params)
+    params[2].grad = torch.ones(5, requires_grad=True) * 2
+    assert kernels.tensor_lists.any_graph(params)
+    assert kernels.tensor_lists.any_graph(kernels.tensor_lists.params(params))

@@ -159,8 +159,6 @@ class Record:
         self._at_begin: tensor_lists.GradientMarks | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []  # gradients that were set aside
         self._checks_earlier = False  # True if no check saw them
-        # Of scaled gradients that `delay_unscale` left beside earlier ones, and the rows that had one.
-        self._at_leave: tuple[tensor_lists.GradientMarks, frozenset[int]] | None = None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -252,8 +250,7 @@ class Record:
         if self.is_captured:
             self.is_captured = has_gradients
         self._has_begun, self._at_begin = False, None
-        if not self._was_delayed:
-            self._earlier, self._checks_earlier, self._at_leave = [], False, None
+        self._earlier, self._checks_earlier = [], False
         self._at_entry = tensor_lists.gradient_marks(self.rows.columns.handle) if has_gradients else None
         self.state = State.BODY
 
@@ -300,7 +297,6 @@ class Record:
             if not self._was_delayed:
                 self.take_gradients()
                 self._set_aside(range(len(self.rows.columns.params)))
-            self._heed_zeroed()
             self._at_begin = tensor_lists.gradient_marks(self.rows.columns.handle)
 
     def _set_aside(self, rows: Sequence[int]) -> None:
@@ -336,29 +332,15 @@ class Record:
             return False
         return any(not arithmetic.is_zero(self.rows.columns.params[row].grad) for row in self._arrived_unseen())
 
+    @property
+    def has_earlier(self) -> bool:
+        """True in a body beside whose scaled gradients there are earlier, unscaled ones."""
+        return bool(self._earlier) or not (self._has_begun or self._was_delayed or self._at_entry is None)
+
     def leave_delayed(self, backward: Backward) -> None:
-        """Exit with `delay_unscale`: leave gradients scaled."""
-        self._end_of_backward()
+        """Exit with `delay_unscale`: leave gradients scaled. Without earlier ones only, to which no exit adds them."""
         self.state, self.delayed = State.DELAYED, backward
         self.found = self.clip = self.kept = None
-        if self._earlier:
-            has = frozenset(row for row, p in enumerate(self.rows.columns.params) if p.grad is not None)
-            self._at_leave = tensor_lists.gradient_marks(self.rows.columns.handle), has
-
-    def _heed_zeroed(self) -> None:
-        """Discard earlier gradients whose scaled ones were zeroed since `leave_delayed`; all, if all of these were."""
-        left, self._at_leave = self._at_leave, None
-        if (
-            left is None
-            or not self._earlier
-            or left[0].params is not self.rows.columns.handle
-            or not left[0].have_moved()
-        ):
-            return
-        params = self.rows.columns.params
-        gone = {row for row, _ in left[0].moved() if (g := params[row].grad) is None or arithmetic.is_zero(g)}
-        ids = {id(params[row]) for row in gone}
-        self._earlier = [] if gone >= left[1] else [one for one in self._earlier if id(one[0]) not in ids]
 
     def _end_of_backward(self) -> None:
         """If no backward of the loss was seen, take what arrived in the body for its gradients."""
@@ -386,7 +368,6 @@ class Record:
         """
         if self.is_in_body:
             self._end_of_backward()
-        self._heed_zeroed()
         checked = self._look(backward, check, unscaled, keeps and self.keeps_half)
         self.state, self.delayed = State.IDLE, None
         if self._earlier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
@@ -741,16 +741,6 @@ class Engine:
             objects = {**objects, "amp": self}
         saved_objects.load_states(objects, saved, os.fspath(path))
         return {name: value for name, value in saved.items() if name not in objects}
-
-    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Record:
-        """Add an optimizer, until `close`, and leave its losses and scalers to the caller.
-
-        Args:
-            on_skip: called for each step that was skipped, with True on the first rank of the ranks that agreed.
-
-        Raises AmpStateError or AmpTypeError for an optimizer that `initialize` would not take either.
-        """
-        return self._initialized.look_after_alone(optimizer, on_skip)
 
     def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
         """True if the last `optimizer.step()` was skipped. Waits for the device if the device made the decision.

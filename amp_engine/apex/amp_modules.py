@@ -10,7 +10,7 @@ from torch import Tensor
 
 import amp_engine
 from amp_engine import amp as engine
-from amp_engine.apex_private.handle import Handle, NoOpHandle, OptimWrapper
+from amp_engine.apex_private.handle import Handle, NoOpHandle
 from amp_engine.ground.containers import map_tensors
 from amp_engine.initialization.apex_face import Stash
 from amp_engine.scaling.scaler import LossScaler
@@ -73,7 +73,6 @@ handle = made(
     disable_casts=engine.disable_casts,
     scale_loss=engine.scale_loss,
 )
-opt = made("opt", OptimWrapper=OptimWrapper)
 rnn_compat = made("rnn_compat", has_old_rnns=has_old_rnns)
 scaler = made("scaler", LossScaler=LossScaler)
 utils = made("utils", is_fp_tensor=is_fp_tensor)

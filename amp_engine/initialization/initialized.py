@@ -20,7 +20,7 @@ from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, st
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.ground.tools import tool
 from amp_engine.initialization import apex_face
-from amp_engine.initialization.arguments import check_has_groups, check_optimizers, refuse_around_masters
+from amp_engine.initialization.arguments import check_has_groups, refuse_around_masters
 from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.request import Request
@@ -30,9 +30,7 @@ from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import release_fused_step
 from amp_engine.scaling.losses import Scaling
-from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.beside import Master, Remainder
-from amp_engine.stepping.events import Events
 from amp_engine.stepping.exact import exact_value
 from amp_engine.stepping.overflow_messages import OverflowMessages
 from amp_engine.stepping.pending import Pending
@@ -161,7 +159,7 @@ class Initialized:
         for wrapper, optimizer in request.wrappers.items():
             self.look_after_wrapper(wrapper, optimizer)
 
-    def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any] = ()) -> None:
+    def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any]) -> None:
         """Raise AmpStateError for an optimizer that is initialized, or that has attributes of apex's names."""
         seen = {id(optimizer) for optimizer in self.records.optimizers}
         for optimizer in optimizers:
@@ -190,45 +188,6 @@ class Initialized:
             )
         self.look_after_wrapper(optimizer, stepping)  # the wrapper may have been made after `initialize`
         return record
-
-    def look_after(
-        self,
-        optimizer: Optimizer,
-        rows: Rows,
-        events: Events,
-        ranks: Ranks | None = None,
-        check: Callable[[Record], None] | None = None,
-    ) -> Record:
-        """Add an optimizer and its rows, until `release`.
-
-        Args:
-            events: notified of its steps.
-            ranks: the ranks that decide on a skip together; None: those of its DistributedDataParallel.
-            check: called with the record before its first `scale_loss` or step; raises AmpStateError.
-        """
-        record = Record(optimizer, rows, Pending(events), ranks, check)
-        self.records.add(record)
-        try:
-            apex_face.put_on(optimizer, record, self.records, StepHook(record, self.records))
-        except BaseException:
-            self._let_go(optimizer)
-            raise
-        return record
-
-    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Record:
-        """Add an optimizer for `Engine.look_after`."""
-        if not isinstance(optimizer, Optimizer):
-            raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
-        self.refuse_known([optimizer])
-        check_optimizers([optimizer], is_scaled=True)
-
-        def on_skips(skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
-            on_skip(all(backward.is_first for backward in backwards))
-
-        events = Events()
-        events.skipped.subscribe(on_skips)
-        events.reported.subscribe(self._messages.stepped_on)
-        return self.look_after(optimizer, Rows(optimizer), events)
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Add a wrapper of an initialized optimizer, until `release`. LARC adapts gradients on the masters."""
@@ -350,7 +309,13 @@ class Initialized:
             in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
             ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
             check = refusal_of_replaced(request.models, self._scaling)
-            record = self.look_after(optimizer, rows, self.records.events, ranks, check)
+            record = Record(optimizer, rows, Pending(self.records.events), ranks, check)
+            self.records.add(record)
+            try:
+                apex_face.put_on(optimizer, record, self.records, StepHook(record, self.records))
+            except BaseException:
+                self._let_go(optimizer)
+                raise
             record.keeps_half = request.keeps_half and rows.makes_masters
             if is_split or request.moment_dtype is not torch.float32:
                 record.require_kernels(request.moment_dtype)

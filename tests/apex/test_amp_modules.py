@@ -57,7 +57,6 @@ PARTS = {
     "._initialize": ("applier",),
     ".handle": ("scale_loss", "disable_casts", "AmpHandle", "NoOpHandle"),
     ".scaler": ("LossScaler",),
-    ".opt": ("OptimWrapper",),
     "._process_optimizer": ("AmpOptimizerState",),
     "._amp_state": ("AmpState", "_amp_state", "warn_or_err", "maybe_print", "master_params"),
     ".rnn_compat": ("has_old_rnns",),

@@ -93,8 +93,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused_where_closures_are(
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
     assert {name: (param, param.dtype) for name, param in model.named_parameters()} == before
     assert not hasattr(optimizer, "_amp_stash")
-    with pytest.raises(AmpStateError, match=rf"{kind.__name__}.step\(closure\)"):
-        amp.init().wrap_optimizer(optimizer)
 
 
 def test_group_entries_written_by_a_real_step_stay() -> None:

@@ -24,7 +24,6 @@ from amp_engine.apex.amp_modules import _process_optimizer as _process_optimizer
 from amp_engine.apex.amp_modules import amp as amp
 from amp_engine.apex.amp_modules import compat as compat
 from amp_engine.apex.amp_modules import handle as handle
-from amp_engine.apex.amp_modules import opt as opt
 from amp_engine.apex.amp_modules import rnn_compat as rnn_compat
 from amp_engine.apex.amp_modules import scaler as scaler
 from amp_engine.apex.amp_modules import utils as utils

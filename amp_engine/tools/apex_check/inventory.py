@@ -44,7 +44,6 @@ SERVED: dict[str, str] = {
     "apex.amp.frontend": "initialize state_dict load_state_dict Properties opt_levels",
     "apex.amp.handle": "scale_loss disable_casts AmpHandle NoOpHandle",
     "apex.amp.scaler": "LossScaler",
-    "apex.amp.opt": "OptimWrapper",
     "apex.amp.lists": "",
     "apex.amp.lists.functional_overrides": "MODULE FP16_FUNCS FP32_FUNCS CASTS",
     "apex.amp.lists.torch_overrides": "MODULE FP16_FUNCS FP32_FUNCS CASTS",
@@ -65,7 +64,7 @@ SERVED: dict[str, str] = {
         _max_loss_scale update_scale clear_overflow_state unscale unscale_with_stashed
     """,
     "apex.amp._amp_state.handle": """
-        is_active _is_active _disable_casts _clear_cache _deactivate wrap_optimizer
+        is_active _is_active _disable_casts _clear_cache _deactivate
     """,
     "optimizer": """
         _lazy_init_maybe_master_weights _amp_lazy_init _prepare_amp_backward _post_amp_backward
@@ -139,6 +138,9 @@ MISSING = {
         "leave it out: it is of a fork for Ascend devices; wrap the model in DistributedDataParallel after initialize"
     ),
     "apex.amp.initialize(dtype=)": "write opt_level='O4' (functions in bfloat16) or 'O5' (the model in bfloat16)",
+    "apex.amp._amp_state.handle.wrap_optimizer apex.amp.opt": (
+        "write amp.initialize(model, optimizer, num_losses=...), then amp.scale_loss(loss, optimizer, loss_id=...)"
+    ),
     "apex.amp._amp_state.handle.scale_loss": (
         "refused in apex, too: write amp.initialize(model, optimizer), then amp.scale_loss(loss, optimizer)"
     ),

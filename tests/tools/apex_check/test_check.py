@@ -89,7 +89,7 @@ g = amp.promote_function(g)  # apex.amp.promote_function: served
 with amp.disable_casts():  # apex.amp.disable_casts: served
     pass
 handle = amp.init()  # apex.amp.init: served
-optimizer = handle.wrap_optimizer(optimizer)  # apex.amp._amp_state.handle.wrap_optimizer: served
+optimizer = handle.wrap_optimizer(optimizer)  # apex.amp._amp_state.handle.wrap_optimizer: missing
 with handle.scale_loss(loss, optimizer):  # apex.amp._amp_state.handle.scale_loss: missing
     pass
 

@@ -19,7 +19,11 @@ THERE = [row.name for row in inventory.TABLE if row.verdict != "missing"]
 NOT_THERE = [row.name for row in inventory.TABLE if row.verdict == "missing" and row.name[-1] not in "*)"]
 PACKAGES = ["amp", "fp16_utils", "fused_dense", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 # They are there to say what to write in their place.
-EXPLAIN_THEMSELVES = {"apex.amp._amp_state.handle.scale_loss", "apex.parallel.multiproc"}
+EXPLAIN_THEMSELVES = {
+    "apex.amp._amp_state.handle.scale_loss",
+    "apex.amp._amp_state.handle.wrap_optimizer",
+    "apex.parallel.multiproc",
+}
 
 
 @pytest.fixture

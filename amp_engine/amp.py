@@ -28,9 +28,7 @@ from amp_engine.levels.scale_rule import DynamicLossScale as DynamicLossScale
 from amp_engine.optimizers import LARC
 from amp_engine.saving.averages import averaged_weights as averaged_weights
 from amp_engine.saving.by_name import export_state_dict as export_state_dict
-from amp_engine.saving.by_name import load_optimizer_state_dict as load_optimizer_state_dict
 from amp_engine.saving.by_name import named_masters as named_masters
-from amp_engine.saving.by_name import optimizer_state_dict as optimizer_state_dict
 from amp_engine.saving.scaler_state import convert_state_dict as convert_state_dict
 from amp_engine.scaling.scaler import LossScaler as LossScaler
 
@@ -250,12 +248,10 @@ __all__ = [
     "keep_float",
     "last_step",
     "load",
-    "load_optimizer_state_dict",
     "load_state_dict",
     "master_params",
     "named_masters",
     "on_masters",
-    "optimizer_state_dict",
     "original",
     "overflow_report",
     "promote_function",

@@ -680,8 +680,6 @@ class Engine:
 
     named_masters = staticmethod(by_name.named_masters)
     export_state_dict = staticmethod(by_name.export_state_dict)
-    optimizer_state_dict = staticmethod(by_name.optimizer_state_dict)
-    load_optimizer_state_dict = staticmethod(by_name.load_optimizer_state_dict)
 
     def training_state(
         self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]

@@ -49,7 +49,6 @@ def save(model: nn.Linear, optimizer: SGD) -> None:
     assert_type(amp.convert_state_dict({}, "apex"), OrderedDict[str, Any])
     assert_type(dict(amp.named_masters(model)), dict[str, nn.Parameter])
     assert_type(amp.export_state_dict(model, torch.bfloat16), OrderedDict[str, Any])
-    assert_type(amp.optimizer_state_dict(model, [optimizer]), dict[str, Any])
     state: Stateful = amp.training_state(model, optimizer)
     state.load_state_dict({})
 

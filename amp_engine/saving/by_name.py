@@ -1,10 +1,9 @@
-"""Weights, masters and the states of optimizers, by the names of the model's parameters."""
+"""Weights, masters and the state of a training run, by the names of the model's parameters."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from amp_engine.casting.regions import float_region
-from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.errors import AmpTypeError
 from amp_engine.ground.distributed import without_wrapper
 from amp_engine.ground.dtypes import is_low_precision, parse_dtype
 from amp_engine.ground.torch_private import COMPILED
@@ -24,7 +22,6 @@ from amp_engine.initialization.state_dict import memory_of
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.stepping.beside import masters_of, rounds_to_params
 from amp_engine.stepping.exact import exact_of, exact_value, float32_of
-from amp_engine.stepping.step import ghost_of, unhooked_step
 
 # torch.compile and activation checkpointing add these to names; torch.distributed.checkpoint removes them, too.
 _OF_WRAPPERS = (f"{COMPILED}.", "_checkpoint_wrapped_module.")
@@ -114,113 +111,39 @@ def _inside(model: nn.Module) -> nn.Module:
             return model
 
 
-def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> dict[str, Any]:
-    """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}, ...]}`.
-
-    Names are those of `named_masters`. This is the form of torch's `get_optimizer_state_dict`, which has an optimizer
-    without state begin it by a step.
-
-    Raises AmpStateError if an optimizer steps a tensor that is no parameter of `model`, or if several optimizers have
-    state that a name alone does not tell apart.
-    """
-    names, optimizers = _names(model), _each(optimizer)
-    state: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
-    stepped: set[str] = set()
-    for one in optimizers:
-        by_index = _names_of(one, names)
-        saved = one.state_dict()
-        unclear = [name for name in by_index if name in stepped]
-        unclear += [key for key in saved["state"] if not isinstance(key, int)] if len(optimizers) > 1 else []
-        if unclear:
-            raise AmpStateError(
-                f"{unclear[0]!r} does not tell of which of {len(optimizers)} optimizers the state is: two step that "
-                "parameter, or it names none.  Call amp.optimizer_state_dict(model, optimizer) for each optimizer."
-            )
-        stepped.update(by_index)
-        state.update((by_index[key] if isinstance(key, int) else key, own) for key, own in saved["state"].items())
-        groups += [{**group, "params": [by_index[i] for i in group["params"]]} for group in saved["param_groups"]]
-    return {"state": state, "param_groups": groups}
-
-
-def load_optimizer_state_dict(
-    model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC], state_dict: Mapping[str, Any]
-) -> None:
-    """Load a result of `optimizer_state_dict` or of torch's `get_optimizer_state_dict`, for any order of parameters.
-
-    Raises AmpStateError, before anything is loaded, if a group of an optimizer was not saved with the same parameters,
-    or for the flat form of torch's function.
-    """
-    if "param_groups" not in state_dict:
-        raise AmpStateError(
-            "load_optimizer_state_dict() takes {'state': ..., 'param_groups': ...}, and there is no 'param_groups'.  "
-            "Pass what amp.optimizer_state_dict returned, or torch's get_optimizer_state_dict with "
-            "flatten_optimizer_state_dict=False."
-        )
-    state, saved_groups = state_dict["state"], state_dict["param_groups"]
-    names = _names(model)
-    of_weights = {name for group in saved_groups for name in group["params"]}
-    of_none = {key: value for key, value in state.items() if key not in of_weights}
-    packed: list[tuple[Optimizer, dict[str, Any]]] = []
-    for one in _each(optimizer):
-        indices = {name: index for index, name in enumerate(_names_of(one, names))}
-        groups = []
-        for group in one.param_groups:
-            own = [names[id(weight)] for weight in group["params"]]
-            saved = next((g for g in saved_groups if set(g["params"]) == set(own)), None)
-            if saved is None:
-                raise AmpStateError(
-                    f"No group was saved of exactly {', '.join(own) or 'no parameters'}, which a group of this "
-                    f"{type(one).__name__} has.  Saved were {[list(g['params']) for g in saved_groups]}."
-                )
-            groups.append({**saved, "params": [indices[name] for name in own]})
-        own_state = {index: state[name] for name, index in indices.items() if name in state}
-        packed.append((one, {"state": {**own_state, **of_none}, "param_groups": groups}))
-    for one, of_one in packed:
-        one.load_state_dict(of_one)
-
-
 class TrainingState:
     """Model, optimizers and loss scalers as one `Stateful` of torch.distributed.checkpoint, by names.
 
-    torch.distributed.checkpoint loads into existing tensors. So for a weight that has no state yet, since nothing was
-    stepped or it never had a gradient, the dictionary has the zeros with which its state will begin, and "begun" lacks
-    its name; the optimizer itself gets no state. This needs, for a moment, memory for such weights and their gradients.
+    torch's `get_state_dict` and its kin do it: a step of zeros at a learning rate of 0 begins the state of an optimizer
+    that has none.
 
     Args:
         model: its FP32 weights are saved.
-        optimizer: the optimizers that step `model`, one or a list.
+        optimizer: the optimizers that step `model`, one or several.
         scalers: an Engine, which has the loss scales.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC], scalers: Any
     ) -> None:
-        self._model, self._optimizer, self._scalers = model, optimizer, scalers
+        listed = as_optimizers(list(optimizer) if isinstance(optimizer, tuple) else optimizer)
+        self._model, self._optimizers, self._scalers = model, [inner_of(one) for one in listed], scalers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"model": ..., "optimizer": ..., "begun": ..., "amp": ...}`. Waits for the device.
+        """Return `{"model": ..., "optimizer": ..., "amp": ...}`. Waits for the device."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict  # slow to import
 
-        "begun" has the keys of the state that there is.
-        """
-        by_name, names = optimizer_state_dict(self._model, self._optimizer), _names(self._model)
-        begun = [*by_name["state"]]
-        for one in _each(self._optimizer):
-            of_one = _names_of(one, names)
-            by_name["state"].update((of_one[index], state) for index, state in _will_begin(one).items())
-        return {
-            "model": without_wrapper(self._model).state_dict(),
-            "optimizer": by_name,
-            "begun": begun,
-            "amp": self._scalers.state_dict(),
-        }
+        weights, state = get_state_dict(self._model, self._optimizers)
+        return {"model": weights, "optimizer": state, "amp": self._scalers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`. Raises the errors of its parts."""
-        saved, begun = state_dict["optimizer"], set(state_dict["begun"])
-        state = {key: value for key, value in saved["state"].items() if key in begun}
-        load_optimizer_state_dict(self._model, self._optimizer, {**saved, "state": state})
-        without_wrapper(self._model).load_state_dict(state_dict["model"])
+        from torch.distributed.checkpoint import state_dict as torchs
+
+        torchs.set_model_state_dict(self._model, state_dict["model"])
+        # Not strict: a parameter without a gradient so far has no state.
+        options = torchs.StateDictOptions(strict=False)
+        torchs.set_optimizer_state_dict(self._model, self._optimizers, state_dict["optimizer"], options=options)
         self._scalers.load_state_dict(state_dict["amp"])
 
 
@@ -228,65 +151,3 @@ def _plain(name: str) -> str:
     for part in _OF_WRAPPERS:
         name = name.replace(part, "")
     return name
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    """Map the id of each parameter, and of its master, to the parameter's name."""
-    named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
-    return {id(weight): name for name, p in named for weight in (p, *(m.weight for m in masters_of(p)))}
-
-
-def _names_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the name of each weight in the groups of `optimizer`, in their order."""
-    for weight in _weights(optimizer):
-        if id(weight) not in names:
-            raise AmpStateError(
-                f"This {type(optimizer).__name__} steps a tensor of shape {tuple(weight.shape)} that is none of the "
-                f"model's {len(names)} parameters and masters.  Pass the model that the optimizer was made for."
-            )
-    return [names[id(weight)] for weight in _weights(optimizer)]
-
-
-def _each(optimizer: Any) -> list[Optimizer]:
-    return [inner_of(one) for one in as_optimizers(list(optimizer) if isinstance(optimizer, tuple) else optimizer)]
-
-
-def _weights(optimizer: Optimizer) -> list[Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
-
-
-def _will_begin(optimizer: Optimizer) -> dict[int, Any]:
-    """Return the state by index, every value 0, that weights without state would have after a step. Steps copies."""
-    indices = [index for index, weight in enumerate(_weights(optimizer)) if weight not in optimizer.state]
-    if not indices:
-        return {}
-    wanted, places, groups = set(indices), count(), list[dict[str, Any]]()
-    for own in optimizer.param_groups:
-        group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
-        group["params"] = [_copy_with_gradient(weight) for weight in own["params"] if next(places) in wanted]
-        if "lr" in group:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        groups.append(group)
-    double = ghost_of(optimizer, groups)
-    try:
-        with float_region():
-            unhooked_step(optimizer)(double)
-    except Exception:
-        if len(indices) == len(_weights(optimizer)):
-            raise
-        return {}  # L-BFGS has all of its state at the first weight, and steps with a closure only
-    begun = {i: state for i, state in double.state_dict()["state"].items() if isinstance(i, int)}
-    for state in begun.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                state[key] = torch.zeros_like(value)
-    return {indices[i]: state for i, state in begun.items()}
-
-
-def _copy_with_gradient(weight: Tensor) -> nn.Parameter:
-    keeps_float32 = isinstance(weight, nn.Parameter) and next(exact_of(weight), None) is not None
-    value = weight.detach().float() if keeps_float32 else weight.detach().clone()
-    copy = nn.Parameter(value, requires_grad=weight.requires_grad)
-    if weight.requires_grad:
-        copy.grad = torch.zeros_like(copy)
-    return copy

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import amp, kernels
@@ -132,21 +133,14 @@ def test_a_file_and_the_names_of_parameters_carry_it_too(tmp_path: Any) -> None:
     model, optimizer = started(**NARROW["both"])
     train(NORMED_MLP, model, optimizer, "ccc")
     amp.save(tmp_path / "run.pt", model=model, optimizer=optimizer)
-    by_name, truth = frozen(amp.optimizer_state_dict(model, optimizer)), everything(model, optimizer)
+    by_name, truth = frozen(get_optimizer_state_dict(model, optimizer)), everything(model, optimizer)
     state = amp.training_state(model, optimizer).state_dict()
     amp.close()
     model, optimizer = started(seed=5, **NARROW["both"])
-    begun = amp.training_state(model, optimizer).state_dict()["optimizer"]["state"]
-    for name, of_one in begun.items():  # torch.distributed.checkpoint copies into these
-        assert {key: value.dtype for key, value in of_one.items()} == {
-            "step": torch.float32,
-            "exp_avg": torch.float32,
-            "exp_avg_sq": torch.float32,
-        }, name
     amp.load(tmp_path / "run.pt", model=model, optimizer=optimizer)
     train(NORMED_MLP, model, optimizer, "")
     assert_bitwise(everything(model, optimizer)["saved"], truth["saved"])
-    assert_bitwise(amp.optimizer_state_dict(model, optimizer)["state"], _wide(by_name["state"]))
+    assert_bitwise(get_optimizer_state_dict(model, optimizer)["state"], _wide(by_name["state"]))
     amp.training_state(model, optimizer).load_state_dict(state)
     assert_bitwise(everything(model, optimizer)["saved"], truth["saved"])
 

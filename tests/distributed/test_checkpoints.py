@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +51,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def ends(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    state = amp.optimizer_state_dict(model, optimizer)["state"]
+    state = get_optimizer_state_dict(model, optimizer)["state"]
     moments = {f"{name}.{key}": whole(value).clone() for name, of in state.items() for key, value in of.items()}
     return [{name: whole(p.detach()).clone() for name, p in amp.named_masters(model)}, moments, scaler_numbers()]
 

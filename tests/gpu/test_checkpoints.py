@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from amp_engine import AmpStateError, amp
 from tests.gpu.support import GPU, assert_same_bits
@@ -28,7 +29,7 @@ def made(level: str, seed: int) -> tuple[Any, ...]:
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    state = amp.optimizer_state_dict(model, optimizer)["state"]
+    state = get_optimizer_state_dict(model, optimizer)["state"]
     moments = [torch.as_tensor(value).clone() for of in state.values() for value in of.values()]
     return [*(value.clone() for value in model.state_dict().values()), *moments]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.ground import devices
-from amp_engine.ground.devices import moved, number_on
+from amp_engine.ground.devices import moved
 from amp_engine.levels.policy import LOWEST_SCALE, LossScale, parse_loss_scale
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
 from amp_engine.scaling.auto import AUTO_MEMORY, FIRST_SCALE, AutoScale
@@ -264,57 +264,6 @@ class LossScaler:
         outcome = self.update_()
         return self.dynamic and bool(outcome[0] != 0)
 
-    def unscale(
-        self,
-        model_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        unused_scale: object = None,
-        models_are_masters: bool = False,
-        scale_override: tuple[float, float, float] | None = None,
-    ) -> None:
-        """Compute `master = model / scale` pairwise, and record if a model gradient is not finite. No host sync.
-
-        Args:
-            model_grads: n dense tensors of float16, bfloat16 or float32.
-            master_grads: n of their shapes, strides and devices, in any of these types; possibly the same tensors.
-            unused_scale: as in apex.
-            models_are_masters: True: at a static scale of 1 do nothing, and check nothing.
-            scale_override: as in `unscale_with_stashed`.
-        """
-        del unused_scale
-        if models_are_masters and self.is_identity and scale_override is None:
-            return
-        for models, masters in _by_device(model_grads, master_grads):
-            factor, _ = self._factors(models[0].device, scale_override)
-            self.record_(kernels.scale_(masters, models, factor).nonfinite)
-
-    def unscale_with_stashed(
-        self,
-        model_grads: Sequence[Tensor],
-        stashed_master_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        scale_override: tuple[float, float, float] | None = None,
-    ) -> None:
-        """Compute `master = model / scale + stashed`, and record if a model gradient is not finite. No host sync.
-
-        Args:
-            model_grads: as in `unscale`.
-            master_grads: as in `unscale`.
-            stashed_master_grads: gradients that were accumulated before; like `master_grads`.
-            scale_override: the scales of model gradients, of stashed gradients, and of their sum. Default: (this
-                scale, 1, 1).
-        """
-        for models, stashed, masters in _by_device(model_grads, stashed_master_grads, master_grads):
-            a, b = self._factors(models[0].device, scale_override)
-            self.record_(kernels.axpby_(masters, models, stashed, a, b).nonfinite)
-
-    def _factors(self, device: torch.device, scales: tuple[float, float, float] | None) -> tuple[Tensor, Tensor | None]:
-        """Return the factors of model and stashed gradients: float32, shape []; None is 1."""
-        if scales is None:
-            return moved(self.snapshot().inv_scale, device), None
-        have, stashed_have, wanted = scales
-        return number_on(device, wanted / have), number_on(device, wanted / stashed_have)
-
     def state_dict(self) -> dict[str, float | int]:
         """`{"loss_scale": float, "unskipped": int}`, apex's format. Waits for the device."""
         self.settle()
@@ -423,13 +372,6 @@ class LossScaler:
         )
         self._put(max(scale, self._min_loss_scale) if dynamic else scale, state["_unskipped"])  # apex's could sink to 0
         self.found_inf.fill_(float(state["_has_overflow"]))
-
-
-def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
-    """Split the lists by the device of the tensors in the first list."""
-    rows = list(zip(*lists, strict=True))
-    devices = dict.fromkeys(row[0].device for row in rows)
-    return [tuple(map(list, zip(*(row for row in rows if row[0].device == device), strict=True))) for device in devices]
 
 
 def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float, float]:

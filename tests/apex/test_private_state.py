@@ -138,52 +138,6 @@ def test_the_overflow_buffer_counts_where_denormal_numbers_are_taken_for_zero() 
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_unscale_divides_by_the_scale_and_remembers_an_overflow(dtype: torch.dtype) -> None:
-    one = LossScaler(4.0)
-    grads = [torch.full((3,), 8.0, dtype=dtype), torch.full((2, 2), -1.0, dtype=dtype)]
-    outputs = [torch.zeros(3), torch.zeros(2, 2)]
-    one.unscale(grads, outputs, None)
-    assert [t.unique().tolist() for t in outputs] == [[2.0], [-0.25]]
-    assert one._has_overflow is False
-    grads[1][0, 0] = float("inf")
-    one.unscale(grads, grads, None, models_are_masters=True)
-    assert one._has_overflow is True
-    assert grads[0].tolist() == [2.0] * 3
-
-
-def test_unscale_of_masters_at_a_static_scale_of_1_does_nothing() -> None:
-    one, grads = LossScaler(1.0), [torch.tensor([float("nan")])]
-    one.unscale(grads, grads, None, models_are_masters=True)
-    assert one._has_overflow is False
-
-
-def test_unscale_obeys_the_override_and_an_empty_list() -> None:
-    one, output = LossScaler(4.0), torch.zeros(1)
-    one.unscale([torch.tensor([6.0])], [output], None, scale_override=(2.0, 1.0, 8.0))
-    assert output.tolist() == [24.0]
-    one.unscale([], [], None)
-    assert one._has_overflow is False
-
-
-def test_a_factor_beyond_float32_is_infinite() -> None:
-    one, output = LossScaler(4.0), torch.zeros(1)
-    one.unscale([torch.tensor([6.0])], [output], None, scale_override=(1e-30, 1.0, 1e30))
-    assert output.item() == float("inf")
-
-
-def test_unscale_with_stashed_adds_what_was_there_and_checks_only_what_is_new() -> None:
-    one, stashed, output = LossScaler(4.0), [torch.tensor([1.0])], [torch.zeros(1)]
-    one.unscale_with_stashed([torch.tensor([6.0]).half()], stashed, output)
-    assert output[0].tolist() == [2.5]
-    one.unscale_with_stashed([torch.tensor([6.0])], stashed, output, scale_override=(2.0, 4.0, 8.0))
-    assert output[0].tolist() == [26.0]
-    one.unscale_with_stashed([torch.tensor([6.0])], [torch.tensor([float("inf")])], output)
-    assert one._has_overflow is False
-    one.unscale_with_stashed([torch.tensor([float("inf")])], stashed, stashed)
-    assert one._has_overflow is True
-
-
 # --- opt_properties --------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ SERVED: dict[str, str] = {
     """,
     "apex.amp._amp_state.loss_scalers": """
         loss_scale _loss_scale _unskipped _has_overflow _overflow_buf dynamic _scale_seq_len _min_loss_scale
-        _max_loss_scale update_scale clear_overflow_state unscale unscale_with_stashed
+        _max_loss_scale update_scale clear_overflow_state
     """,
     "apex.amp._amp_state.handle": """
         is_active _is_active _disable_casts _clear_cache _deactivate
@@ -138,6 +138,9 @@ MISSING = {
         "leave it out: it is of a fork for Ascend devices; wrap the model in DistributedDataParallel after initialize"
     ),
     "apex.amp.initialize(dtype=)": "write opt_level='O4' (functions in bfloat16) or 'O5' (the model in bfloat16)",
+    "apex.amp._amp_state.loss_scalers.unscale apex.amp._amp_state.loss_scalers.unscale_with_stashed": (
+        "use amp.scale_loss, which unscales at its exit, or optimizer._post_amp_backward(scaler)"
+    ),
     "apex.amp._amp_state.handle.wrap_optimizer apex.amp.opt": (
         "write amp.initialize(model, optimizer, num_losses=...), then amp.scale_loss(loss, optimizer, loss_id=...)"
     ),

@@ -17,7 +17,7 @@ MODULES = {
 ROOMS = [
     *("errors", "ground", "kernels", "levels", "scaling", "optimizers", "casting", "stepping", "initialization"),
     *("saving", "engine", "grad_scaler"),
-    *("tools", "tools.narrow_formats", "tools.recipes", "tools.policy_file", "tools.software", "tools.apex_check"),
+    *("tools", "tools.policy_file", "tools.software", "tools.apex_check"),
     *("tools.page", "tools.explanation", "tools.diagnosis", "tools.telemetry", "tools.callbacks"),
     *("apex_private", "amp", "integrations", "tools.advice", "__main__"),
 ]

@@ -171,17 +171,6 @@ def is_in_backward() -> bool:
     return bool(_C._current_graph_task_id() != -1)
 
 
-def newest_node() -> int:
-    """Return the sequence number of this thread's newest node; autograd makes it before it runs the operation."""
-    return int(_C._autograd._get_sequence_nr()) - 1
-
-
-def running_node() -> int | None:
-    """Return the sequence number of the node whose backward is run in this thread, or None."""
-    node = _C._current_autograd_node()
-    return None if node is None else int(node._sequence_nr())
-
-
 def joins_uneven_inputs(wrapper: Any) -> bool:
     """True if a DistributedDataParallel is used inside of its `join()`, where a rank may have no more batches."""
     config = wrapper._join_config  # a torch.distributed.algorithms.join._JoinConfig

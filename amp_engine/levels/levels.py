@@ -10,7 +10,6 @@ import dataclasses
 import torch
 
 from amp_engine.errors import AmpStateError
-from amp_engine.ground.tools import tool
 from amp_engine.levels.policy import Policy
 
 DISABLED = Policy()  # initialize(..., enabled=False)
@@ -69,17 +68,9 @@ BRIEFS = {
 
 
 def level(opt_level: object) -> Policy:
-    """Return the policy named `opt_level`. Raises AmpStateError for others, in apex's words except for recipes."""
+    """Return the policy named `opt_level`. Raises AmpStateError for others, in apex's words."""
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return LEVELS[opt_level]
-    recipe = tool("recipes").meant(opt_level)
-    if recipe is not None:
-        raise AmpStateError(
-            f"{opt_level} is no training level.  amp.compare_levels(model, lambda model: loss_fn(model(x), y), "
-            f'"{recipe}") says what one batch would lose by it, and amp.find_fp32_modules which modules it would have '
-            "to leave in FP32; to train in it use torchao or Transformer Engine.  Here train for example with "
-            'opt_level="O5".'
-        )
     raise AmpStateError(
         f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in "
         "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero.  'O4' and 'O5' are O1 and O2 in "

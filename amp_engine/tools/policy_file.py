@@ -19,7 +19,6 @@ from amp_engine.ground.dtypes import dtype_name, parse_dtype
 from amp_engine.levels import levels
 from amp_engine.levels.policy import check_casts, parse_loss_scale
 from amp_engine.levels.scale_rule import DynamicLossScale
-from amp_engine.tools.recipes import RECIPES, beneath
 
 FORMAT = 1
 DEFAULT_LEVEL = "O1"
@@ -40,8 +39,7 @@ class RunPolicy:
         {"format": 1, "opt_level": "O2", "keep_float": ["encoder.norm"], "loss_scale": 128.0}
 
     Attributes:
-        opt_level: "O0" to "O5". For `amp.compare_levels` and `amp.find_fp32_modules` a recipe too: "float8", "mxfp8",
-            "nvfp4", whose overrides are those of O0. `initialize` refuses it.
+        opt_level: "O0" to "O5".
         keep_float: names of modules, as `model.named_modules()` gives them, "" for the model itself; with several
             models `models[0].encoder.norm`. `initialize` passes the modules to `amp.keep_float` before it casts the
             model. At O0 they change nothing.
@@ -173,7 +171,7 @@ class RunPolicy:
             )
         if isinstance(self.cast_inputs, tuple) and not all(isinstance(name, str) for name in self.cast_inputs):
             raise AmpValueError(f"cast_inputs is {self.cast_inputs!r}, and has to be {_TYPES['cast_inputs'][1]}.")
-        if self.opt_level not in levels.LEVELS and self.opt_level not in RECIPES:
+        if self.opt_level not in levels.LEVELS:
             raise AmpValueError(f"opt_level is {self.opt_level!r}, and has to be one of {', '.join(levels.LEVELS)}.")
         try:
             for name in _DTYPES:
@@ -184,7 +182,7 @@ class RunPolicy:
             if self.loss_scale is not None:
                 parse_loss_scale(self.loss_scale)
             of_level = {name: self.overrides[name] for name in _OF_LEVEL if name in self.overrides}
-            complaints = list(levels.level(beneath(self.opt_level)).override(**of_level).complaints())
+            complaints = list(levels.level(self.opt_level).override(**of_level).complaints())
         except AmpTypeError as e:
             raise AmpValueError(str(e)) from e
         if complaints:

@@ -35,7 +35,6 @@ class Advice(Paged):
         base: the first run at O0.
         levels: the runs at other levels, in the requested order.
         again: the second run at O0, after the others, with perturbed weights.
-        recipes: the first backwards in recipes, which do not affect the recommendation.
     """
 
     script: tuple[str, ...]
@@ -44,7 +43,6 @@ class Advice(Paged):
     base: Trial
     levels: tuple[Trial, ...]
     again: Trial | None
-    recipes: tuple[Trial, ...] = ()
 
     @functools.cached_property
     def comparison(self) -> Comparison:
@@ -71,7 +69,7 @@ class Advice(Paged):
     def _page(self) -> Page:
         comparison = self.comparison
         rows = [_row(one, comparison) for one in (comparison.base, *comparison.levels)]
-        tried = [*((one.level, one) for one in (*self.levels, *self.recipes)), (f"{BASE}, once more", self.again)]
+        tried = [*((one.level, one) for one in self.levels), (f"{BASE}, once more", self.again)]
         failed = [(name, one.error) for name, one in tried if one is not None and one.error is not None]
         return Page(
             "",
@@ -79,7 +77,6 @@ class Advice(Paged):
                 Section("", [Verbatim(f"{shlex.join(self.script)}  ({comparison.machine})")]),
                 Section("", [Table(rows, _HEAD, numbers=range(2, len(_HEAD)))]),
                 Section("", [Sentence(note) for note in _notes(self)]),
-                *_recipes(self),
                 *(Section(f"{name} failed:", [Verbatim(error, indent=1)]) for name, error in failed),
                 Section("", [Verbatim(self.recommendation.sentence)]),
             ],
@@ -105,28 +102,6 @@ def _row(one: Figures, comparison: Comparison) -> tuple[str, ...]:
         str(one.steps),
         str(one.skips),
         words.scale(one.loss_scale),
-    )
-
-
-def _recipes(advice: Advice) -> Iterator[Section]:
-    """A table of the recipes, if there are any, and its explanation."""
-    if not advice.recipes:
-        return
-    instead = None if advice.comparison.obstacle is None else "?"
-    rows = [
-        (one.level, "failed" if one.error is not None else instead or words.share(one.gradient_error))
-        for one in advice.recipes
-    ]
-    yield Section(
-        "",
-        [
-            Table(rows, ("recipe", "gradient off by"), numbers=[1]),
-            Sentence(
-                "Recipes are advice only, no training level: they are emulated in the first backward at O0, and its "
-                "whole gradient is compared with O0's.  "
-                f'amp.compare_levels(model, step_fn, "{advice.recipes[0].level}") names operations and modules.'
-            ),
-        ],
     )
 
 

@@ -10,13 +10,8 @@ from pathlib import Path
 from amp_engine.errors import AmpError
 from amp_engine.levels.levels import LEVELS
 from amp_engine.tools.advice.running import advise
-from amp_engine.tools.recipes import RECIPES
 
 NAME = "python -m amp_engine advise"
-_LEVELS_HELP = (
-    f"default {','.join(LEVELS)}; O0 is always run. Of the recipes {', '.join(RECIPES)} the error of the first "
-    "gradient is shown"
-)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=20, help="of the first optimizer, at each level (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps that times leave out (default 5)")
-    parser.add_argument("--levels", default=",".join(LEVELS), help=_LEVELS_HELP)
+    parser.add_argument("--levels", default=",".join(LEVELS), help=f"default {','.join(LEVELS)}; O0 is always run")
     parser.add_argument("--seconds", type=float, default=120.0, help="at most, for each level (default 120)")
     parser.add_argument("--seed", type=int, default=0, help="of random, numpy and torch (default 0)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all records to a file")

@@ -9,7 +9,6 @@ from amp_engine.errors import AmpError
 from amp_engine.levels.levels import LEVELS
 from amp_engine.tools.advice.records import BASE, Dropped
 from amp_engine.tools.policy_file import RunPolicy, completed
-from amp_engine.tools.recipes import beneath
 
 _OF_ANOTHER_LEVEL = ("cast_model_type", "patch_torch_functions", "master_weights")
 _PROPERTIES = (*_OF_ANOTHER_LEVEL, "keep_batchnorm_fp32", "loss_scale", "cast_model_outputs", "moment_dtype")
@@ -25,24 +24,23 @@ def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], li
 
     Args:
         arguments: the arguments of the script's call, by name.
-        level: the level of the trial, or a recipe, which runs at O0.
+        level: the level of the trial.
 
     Returns:
         Arguments for `Engine.initialize`; the dropped ones; and the level that the script asks for, by its policy or
         `opt_level`. Raises like `policy_file.completed` and `RunPolicy.load` for a policy that `initialize` refuses.
     """
     asked, said, names = completed(arguments)
-    run_at = beneath(level)
-    kept = {**said, "enabled": True, "opt_level": run_at}
+    kept = {**said, "enabled": True, "opt_level": level}
     if names and level != BASE:
-        kept["policy"] = RunPolicy(run_at, names)
+        kept["policy"] = RunPolicy(level, names)
     dropped = []
     if not arguments.get("enabled", True):
         dropped.append(Dropped("enabled=False", "each level is tried"))
     if level == asked and level != BASE:
         return kept, dropped, asked
     for name in _PROPERTIES:
-        why = _why_not(name, kept.get(name), run_at)
+        why = _why_not(name, kept.get(name), level)
         if why is not None:
             dropped.append(Dropped(f"{name}={kept.pop(name)!r}", why))
     return kept, dropped, asked

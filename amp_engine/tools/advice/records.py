@@ -16,13 +16,12 @@ class Task:
     """The task of a trial.
 
     Attributes:
-        level: "O0" to "O5", instead of the script's own; or a recipe, emulated in the first backward at O0.
+        level: "O0" to "O5", instead of the script's own.
         steps: the script ends after this many steps of its first optimizer.
         deadline: time by `time.monotonic()`; the first step that ends later is the last step.
         seed: seed of random, numpy and torch, before the script; and of the perturbation.
         perturb: True to multiply the weights by 1 + 2^-11 * uniform(-1, 1) after the first step and count gradients.
         path: path of the file for the trial.
-        gradient_path: path of the file of O0's first gradient, the reference of recipes; empty without recipes.
     """
 
     level: str
@@ -31,7 +30,6 @@ class Task:
     seed: int = 0
     perturb: bool = False
     path: str = ""
-    gradient_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class Trial:
         memory: memory by class, at the end of the last backward in which it was measured.
         peak_bytes: the peak of torch's allocator on all GPUs; None without a GPU.
         gradients: magnitudes of the weights' gradients after the backwards of the last steps; None if not counted.
-        gradient_error: at a recipe ||a - b|| / ||b|| of the first backward's gradient, b at O0; None at levels.
         dropped: arguments that were left out of the script's `initialize`.
         inputs: sentences without their ends, for inputs of the model whose cast lost what they say.
         machine: the device of the trial, in words.
@@ -85,7 +82,6 @@ class Trial:
     memory: tuple[Memory, ...] = ()
     peak_bytes: int | None = None
     gradients: Magnitudes | None = None
-    gradient_error: float | None = None
     dropped: tuple[Dropped, ...] = ()
     inputs: tuple[str, ...] = ()
     machine: str = ""

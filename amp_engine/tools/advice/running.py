@@ -20,7 +20,6 @@ from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.levels.levels import LEVELS
 from amp_engine.tools.advice.advice import Advice
 from amp_engine.tools.advice.records import BASE, Task, Trial
-from amp_engine.tools.recipes import RECIPES, meant
 
 VARIABLE = "AMP_ENGINE_TRIAL"
 GRACE = 20.0
@@ -68,8 +67,7 @@ def advise(
         argv: a script with its arguments, or "-m", a module and its arguments.
         steps: number of steps of the first initialized optimizer.
         warmup: times leave out this many of the first steps.
-        levels: the levels to try. A recipe, "float8", "mxfp8" or "nvfp4", is advice and no training level: only its
-            first gradient is compared with O0's.
+        levels: the levels to try.
         seconds: a level ends early this long after the start of its process.
         seed: seed of random, numpy, torch and the order of sets, before the script; 0 to 2^32 - 1.
         say: called before each run with a line about it.
@@ -86,28 +84,23 @@ def advise(
     run = run or run_in_process
     others = [level for level in dict.fromkeys(levels) if level != BASE]
     count = len(others) + 2
-    with tempfile.TemporaryDirectory(prefix="amp_advise_") as folder:
-        gradient_path = str(Path(folder, "gradient")) if any(level in RECIPES for level in others) else ""
 
-        def tried(number: int, level: str, steps: int, perturb: bool = False) -> Trial:
-            if say is not None:
-                say(f"{level}, run {number} of {count}")
-            path = gradient_path if level in RECIPES or number == 1 else ""
-            steps = 1 if level in RECIPES else steps
-            return run(argv, Task(level, steps, time.monotonic() + seconds, seed, perturb, gradient_path=path))
+    def tried(number: int, level: str, steps: int, perturb: bool = False) -> Trial:
+        if say is not None:
+            say(f"{level}, run {number} of {count}")
+        return run(argv, Task(level, steps, time.monotonic() + seconds, seed, perturb))
 
-        base = tried(1, BASE, steps)
-        if base.error is not None:
-            raise AmpStateError(f"{BASE} failed, with which the other levels are compared:\n{base.error}")
-        if base.obstacle is not None:
-            raise AmpStateError(_NOT_PLAIN.format(obstacle=base.obstacle))
-        if not any(base.losses):
-            raise AmpStateError(_NO_AMP.format(what=_NO_CALLS if base.asked is None else _NO_LOSS))
-        enough = base.steps  # if the script ends earlier, its last steps are known now
-        found = [tried(i, level, enough) for i, level in enumerate(others, 2)]
-        again = tried(count, BASE, enough, perturb=True)
-    of_levels, of_recipes = (tuple(t for t in found if (t.level in RECIPES) is narrow) for narrow in (False, True))
-    return Advice(tuple(argv), steps, warmup, base, of_levels, again, of_recipes)
+    base = tried(1, BASE, steps)
+    if base.error is not None:
+        raise AmpStateError(f"{BASE} failed, with which the other levels are compared:\n{base.error}")
+    if base.obstacle is not None:
+        raise AmpStateError(_NOT_PLAIN.format(obstacle=base.obstacle))
+    if not any(base.losses):
+        raise AmpStateError(_NO_AMP.format(what=_NO_CALLS if base.asked is None else _NO_LOSS))
+    enough = base.steps  # if the script ends earlier, its last steps are known now
+    found = [tried(i, level, enough) for i, level in enumerate(others, 2)]
+    again = tried(count, BASE, enough, perturb=True)
+    return Advice(tuple(argv), steps, warmup, base, tuple(found), again)
 
 
 def run_in_process(argv: Sequence[str], task: Task) -> Trial:
@@ -215,12 +208,11 @@ def check_script(argv: Sequence[str]) -> None:
 
 
 def _check(steps: int, warmup: int, levels: Sequence[str], seconds: float, seed: int) -> None:
-    unknown = [level for level in levels if level not in (*LEVELS, *RECIPES)]
+    unknown = [level for level in levels if level not in LEVELS]
     if unknown or not levels:
         said = f", {', '.join(map(repr, unknown))} unknown" if unknown else ""
         raise AmpValueError(
-            f"levels={','.join(levels)!r}{said}: a level is one of {', '.join(LEVELS)}, a recipe one of "
-            f"{', '.join(RECIPES)}.  Use for example O0,O2,{(unknown and meant(unknown[0])) or 'float8'}."
+            f"levels={','.join(levels)!r}{said}: a level is one of {', '.join(LEVELS)}.  Use for example O0,O2,O5."
         )
     if warmup < 0 or steps < warmup + 2 or not seconds > 0:
         raise AmpValueError(

@@ -22,7 +22,6 @@ from amp_engine.casting.forward_casts import casts_of
 from amp_engine.engine import Engine
 from amp_engine.ground.dtypes import cpu_lacks, dtype_name
 from amp_engine.stepping.pending import Pending
-from amp_engine.tools.advice.first_gradient import FirstGradient
 from amp_engine.tools.advice.fitting import fitted
 from amp_engine.tools.advice.records import Task, Trial
 from amp_engine.tools.telemetry import step_times
@@ -61,8 +60,6 @@ class TrialEngine(Engine):
         self._skips_before = 0  # skips before the last `close`
         self._pendings: list[Pending] = []
         self._gradients = MagnitudeCounter()
-        # None without recipes, and after the first backward.
-        self._first_gradient = FirstGradient(task.level, task.gradient_path) if task.gradient_path else None
 
     def initialize(self, *args: Any, **keywords: Any) -> Any:
         """Initialize at the level of the trial, without the arguments that do not fit it."""
@@ -78,8 +75,6 @@ class TrialEngine(Engine):
         self._note(asked=asked, dtype=dtype_name(half) if half else None, dropped=(*self._trial.dropped, *new))
         self._pendings = [one.pending for one in self.records.all]
         self._look_at_device()
-        if self._first_gradient is not None:
-            self._first_gradient.begin(self._initialized.models)
         if self.records.optimizers and self._first() is None:
             first = self.records.optimizers[0]
             self._first = weakref.ref(first)
@@ -108,8 +103,7 @@ class TrialEngine(Engine):
         self._leave_if_over()
         backward = super().scale_loss(loss, *args, **keywords)
         self._losses[-1].append(loss.detach().float().mean())
-        looks = self._counts_next or self._measures_next or self._first_gradient is not None
-        return self._looking_after(backward) if looks else backward
+        return self._looking_after(backward) if self._counts_next or self._measures_next else backward
 
     def close(self) -> None:
         """Record scales and skips, and close."""
@@ -176,9 +170,6 @@ class TrialEngine(Engine):
         with backward as scaled_loss:
             yield scaled_loss
         with self._doing_own():
-            if self._first_gradient is not None:
-                self._note(gradient_error=self._first_gradient.end(self._initialized.models))
-                self._first_gradient = None
             if self._measures_next:
                 self._note(memory=memory.described(self))
                 self._look_at_device()

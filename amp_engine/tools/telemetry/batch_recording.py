@@ -19,7 +19,6 @@ from amp_engine.kernels.layout import address_of
 from amp_engine.tools.diagnosis.recorder import Module, Recorder, tensors_in
 from amp_engine.tools.diagnosis.relative_error import distance, growth
 from amp_engine.tools.telemetry.comparison import ComparedModule, ComparedOperation
-from amp_engine.tools.telemetry.emulation import Emulation
 
 # These move or convert numbers: casts consist of them, and some kernels call them only for some types.
 _MOVES = {"_to_copy", "to", "copy_", "copy", "clone", "contiguous", "lift_fresh", "detach", "set_", "resize_"}
@@ -213,14 +212,12 @@ class Comparing(Follower):
         reference: Recording,
         roundoff: float,
         loss_scale: float,
-        emulation: Emulation | None,
     ) -> None:
         super().__init__(model)
         self.operations: list[ComparedOperation] = []
         self._errors: dict[tuple[str | None, str], float] = {}  # the largest of each module's inputs, outputs, ...
         self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and True if it took or gave half
         self._reference, self._roundoff, self._loss_scale = reference, roundoff, loss_scale
-        self._emulation = emulation
         self._types = dict[str | None, str | None](self.modules.values())
 
     def by_module(self) -> tuple[ComparedModule, ...]:
@@ -263,8 +260,7 @@ class Comparing(Follower):
 
     def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
         recorded = self._reference.operations.get(key)
-        emulated = None if self._emulation is None else self._emulation.type_of(key.operation)
-        in_low_precision = emulated is not None or any(t.dtype in LOW_PRECISION for t in (*given, gave))
+        in_low_precision = any(t.dtype in LOW_PRECISION for t in (*given, gave))
         if recorded is None or recorded.gave.value.shape != gave.shape:
             self.unmatched.append((key.module, in_low_precision))
             return
@@ -278,7 +274,7 @@ class Comparing(Follower):
                 **key._asdict(),
                 module_type=self._types.get(key.module),
                 order=len(self.operations),
-                dtype=emulated or dtype_name(gave.dtype),
+                dtype=dtype_name(gave.dtype),
                 in_low_precision=in_low_precision,
                 error_in=error_in,
                 error=error,

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +28,8 @@ from amp_engine.tools.diagnosis.put_back import put_back, randomness
 from amp_engine.tools.diagnosis.rehearsal import check_shapes
 from amp_engine.tools.diagnosis.relative_error import Distance, distance, roundoff, stored
 from amp_engine.tools.policy_file import RunPolicy
-from amp_engine.tools.recipes import RECIPES, beneath
 from amp_engine.tools.telemetry.batch_recording import Comparing, Recording, unscaled
 from amp_engine.tools.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
-from amp_engine.tools.telemetry.emulation import Emulation
 
 StepFn = Callable[[Any], Any]
 
@@ -110,43 +108,35 @@ class Trials:
     def _run(self, policy: RunPolicy, looks: bool, loss_scale: float | None = None) -> _Run:
         """Run one batch of a copy, by default at the policy's initial loss scale; follow operations if `looks`."""
         self._restore_randomness()
-        model, recipe = self._copied(), RECIPES.get(policy.opt_level)
+        model = self._copied()
         model.register_forward_pre_hook(self._note_arguments, with_kwargs=True)
-        base = replace(policy, opt_level=beneath(policy.opt_level))
         with Engine() as engine, torch.compiler.set_stance("force_eager"):
-            engine.initialize(model, policy=base, opt_level=base.opt_level, verbosity=0)
+            engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)
             if (casts := casts_of(model)) is not None:
                 casts.of_model.be_quiet()
             decided, scaler = engine.policy, engine.scalers[0]
             assert decided is not None
             scale = scaler.loss_scale() if loss_scale is None else loss_scale
             dtype = decided.low_precision or torch.float32
-            element = None if recipe is None else recipe.operands.element
-            name, unit = (dtype_name(dtype), roundoff(dtype)) if element is None else (element.name, element.roundoff)
-            emulation = None if recipe is None else Emulation([model], recipe)
-            follower = self._follower(model, unit, scale, emulation)
+            follower = self._follower(model, roundoff(dtype), scale)
             try:
-                with nullcontext() if emulation is None else emulation.following():
-                    with follower.following() if looks else nullcontext():
-                        loss = self._step_fn(model)
+                with follower.following() if looks else nullcontext():
+                    loss = self._step_fn(model)
                     gradients = self._gradients(loss, model, scale)
             finally:
                 follower.end()
-                if emulation is not None:
-                    emulation.end()
+            name, unit = dtype_name(dtype), roundoff(dtype)
             return _Run(loss.detach().sum(), gradients, scale, scaler.dynamic, name, unit, follower)
 
     def _note_arguments(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {**dict(zip(Arguments.of_module(model).positional, args, strict=False)), **kwargs}
         self.given.update(dict.fromkeys(name for name, value in named.items() if floats_in(value)))
 
-    def _follower(
-        self, model: nn.Module, roundoff: float, scale: float, emulation: Emulation | None
-    ) -> Recording | Comparing:
+    def _follower(self, model: nn.Module, roundoff: float, scale: float) -> Recording | Comparing:
         if self._reference is None:
             return Recording(model, scale)
         assert isinstance(self._reference.follower, Recording)
-        return Comparing(model, self._reference.follower, roundoff, scale, emulation)
+        return Comparing(model, self._reference.follower, roundoff, scale)
 
     def _gradients(self, loss: Any, model: nn.Module, scale: float) -> dict[str, Tensor]:
         """Run the backward at `scale`, and return the unscaled gradients."""
@@ -238,8 +228,8 @@ def compare_levels(
         model: a model that was not passed to `initialize`, in the mode, train or eval, to run it in.
         step_fn: given a copy of the model, runs one batch and returns the loss, without a backward. It is called
             several times, and must use the same batch each time.
-        level: "O1" to "O5", a recipe, or an `amp.RunPolicy` with modules to keep and overrides.
-        reference: the level, recipe or policy that errors are relative to.
+        level: "O1" to "O5", or an `amp.RunPolicy` with modules to keep and overrides.
+        reference: the level or policy that errors are relative to.
 
     Returns:
         A frozen record; `str()` and notebooks show tables. `operations` are those of the forward. They are paired by
@@ -254,15 +244,6 @@ def compare_levels(
         an operation that only passes on the errors of its inputs has a growth of 1, and one that loses digits a large
         one. If a result is not finite, and the reference is, its error is infinity. The record has the same errors for
         the outputs of modules and their gradients, each parameter's gradient, the whole gradient, and the loss.
-
-    Recipes are emulated, on any device, in a model that is FP32 otherwise. "float8" rounds to E4M3, gradients to E5M2,
-    with a scale for each tensor; "mxfp8" to E4M3 in blocks of 32 with a power of two (OCP Microscaling Formats v1.0);
-    "nvfp4" to E2M1 in blocks of 16 with a scale in E4M3, and one for the tensor. `amp_engine.tools.narrow_formats`
-    has the arithmetic. Operands of matrix products are rounded in the forward and the backward, each along the
-    dimension that the product sums over, and multiplied in their own type, FP32: linear layers, matmul, einsum,
-    attention that is written as matmul, and at "float8" convolutions. Fused attention, fused recurrent layers and
-    products with vectors stay in FP32. In a backward with `create_graph=True` gradients are rounded as operands.
-    Stochastic rounding, Hadamard transforms and the sums of tensor cores are not emulated.
 
     A dynamic loss scale has its initial value, by default 65536; if gradients overflow there, it is the largest power
     of two, from 2**-24 on, at which they do not. Both runs use the same random numbers.
@@ -281,10 +262,10 @@ def compare_levels(
 
 
 def as_policy(level: str | RunPolicy) -> RunPolicy:
-    """A level as a policy. Raises AmpStateError, in apex's words, for a string that is no level or recipe."""
+    """A level as a policy. Raises AmpStateError, in apex's words, for a string that is no level."""
     if isinstance(level, RunPolicy):
         return level
-    levels.level(beneath(level))
+    levels.level(level)
     return RunPolicy(level)
 
 

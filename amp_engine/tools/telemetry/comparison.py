@@ -23,8 +23,8 @@ class ComparedOperation:
         call: number of the call of the module, from 1; 0 outside.
         nth: number of this operation among those of its name in the call, from 1.
         order: its position among all compared operations, from 0.
-        dtype: type of its result at the level, such as "float16"; type of its operands if a recipe rounds them.
-        in_low_precision: True if an input or the result is in half at the level, or a recipe rounds its operands.
+        dtype: type of its result at the level, such as "float16".
+        in_low_precision: True if an input or the result is in half at the level.
         error_in: the largest relative error of its inputs, ||a - b|| / ||b||; 0 if they are the same.
         error: the relative error of its result; infinity if the result is not finite and the reference is; 1 if the
             reference is 0 and the result is not.
@@ -53,7 +53,7 @@ class ComparedModule:
         module_type: its class.
         operations: number of its own operations at the level.
         unmatched: number of these that the reference lacks, as when torch has other kernels for half.
-        in_low_precision: number of these with inputs or results in half, or with operands that a recipe rounds.
+        in_low_precision: number of these with inputs or results in half.
         growth: the largest growth of one of its operations. If some are unmatched, at least the growth of the whole
             module, from the error of its inputs to the error of its outputs.
         error: the largest relative error of its outputs; None if no output is floating.
@@ -90,11 +90,11 @@ class LevelComparison(Paged):
     """One batch at a level and at a reference; errors are relative to the reference.
 
     Attributes:
-        level, reference: "O2", "O0", or a recipe.
+        level, reference: "O2", "O0".
         keep_float: names of the modules that were kept in FP32 at the level.
-        dtype: the low-precision type of the level, or FP32 if it has none; the type of operands for a recipe.
+        dtype: the low-precision type of the level, or FP32 if it has none.
         roundoff: unit roundoff of that type, the largest relative error of one rounding: 2**-11 for float16, 2**-8 for
-            bfloat16, 2**-4 for E4M3, 2**-2 for E2M1.
+            bfloat16.
         loss, reference_loss: the losses; a loss with several elements is summed.
         loss_error: |loss - reference_loss| / |reference_loss|.
         gradient_error: ||a - b|| / ||b|| of the unscaled gradients of all parameters as one vector.

@@ -15,7 +15,6 @@ from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.levels import levels
 from amp_engine.tools.page.page import Page, Section, Sentence
 from amp_engine.tools.policy_file import RunPolicy
-from amp_engine.tools.recipes import beneath
 from amp_engine.tools.telemetry.compare_levels import StepFn, Trials, as_policy
 from amp_engine.tools.telemetry.comparison import ComparedModule, LevelComparison
 from amp_engine.tools.telemetry.delta_debugging import reduced
@@ -25,9 +24,8 @@ Accept = Callable[[LevelComparison], bool]
 # Roundings of random sign add up as sqrt(n) u: N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error
 # Analysis, SIAM Journal on Scientific Computing 41(5), 2019. So 64 u is the error of some 4000 successive roundings:
 # 3 % in float16, 25 % in bfloat16, where the angle between the two gradients is below 15 degrees. A module that loses
-# its digits is off by 100 %. In eight or four bits 64 u would be more than 100 %; the limit of 50 % is 30 degrees.
+# its digits is off by 100 %.
 ROUNDINGS = 64
-LARGEST_TOLERANCE = 0.5
 SINGLES = 8
 """This many modules are tried alone before several together, which finds the less suspicious ones."""
 WHOLE = ""
@@ -40,8 +38,8 @@ class FP32Modules:
 
     Attributes:
         modules: their names, in the order of suspicion; empty if none is needed, or if keeping modules does not help.
-        policy: the level's policy with these modules, for `initialize`; a recipe's is for `amp.compare_levels`. If the
-            cast of the inputs is the cause, its `cast_inputs` names the arguments to leave alone.
+        policy: the level's policy with these modules, for `initialize`. If the cast of the inputs is the cause, its
+            `cast_inputs` names the arguments to leave alone.
         before: the comparison without these modules kept.
         after: the comparison with these modules kept; `before` if there are none.
         is_acceptable: True if `after` is good enough.
@@ -66,7 +64,7 @@ class FP32Modules:
     uncast: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy file, for `amp.initialize(model, optimizer, policy=path)`, which refuses a recipe's policy.
+        """Write the policy file, for `amp.initialize(model, optimizer, policy=path)`.
 
         Raises AmpValueError if nothing acceptable was found, OSError as `open` does.
         """
@@ -214,10 +212,10 @@ def find_fp32_modules(
         model: as `amp.compare_levels` takes it.
         step_fn: as `amp.compare_levels` takes it.
         reference: as `amp.compare_levels` takes it.
-        level: "O1" to "O5", a recipe, or an `amp.RunPolicy`, whose modules are kept in any case.
+        level: "O1" to "O5", or an `amp.RunPolicy`, whose modules are kept in any case.
         tolerance: limit of the relative errors of the loss and of the whole gradient; everything must be finite too.
             Default 64 times the unit roundoff of the level's type, 3 % in float16 and 25 % in bfloat16: thousands of
-            roundings add up to that, and a module that loses its digits is off by 100 %. At most 50 %, as for recipes.
+            roundings add up to that, and a module that loses its digits is off by 100 %.
         accept: decides instead of `tolerance`; a function of the LevelComparison of a run.
         max_runs: the most runs of the level, at least 3. Runs that search for a lower loss scale after an overflow
             are not counted.
@@ -256,7 +254,7 @@ def find_fp32_modules(
     trials = Trials(model, step_fn, reference, "find_fp32_modules")
 
     def within(comparison: LevelComparison) -> float:
-        return min(ROUNDINGS * comparison.roundoff, LARGEST_TOLERANCE) if tolerance is None else tolerance
+        return ROUNDINGS * comparison.roundoff if tolerance is None else tolerance
 
     def is_near(comparison: LevelComparison) -> bool:
         return comparison.is_finite and max(comparison.loss_error, comparison.gradient_error) <= within(comparison)
@@ -282,7 +280,7 @@ def find_fp32_modules(
 
 
 def _casts_inputs(policy: RunPolicy) -> bool:
-    level = levels.level(beneath(policy.opt_level))
+    level = levels.level(policy.opt_level)
     return level.cast_model_type in LOW_PRECISION and policy.cast_inputs in (None, True)
 
 

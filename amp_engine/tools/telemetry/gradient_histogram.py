@@ -19,7 +19,6 @@ from amp_engine.stepping.record import Record, State
 from amp_engine.stepping.rows import Rows
 from amp_engine.tools.diagnosis.recorder import Module, Recorder
 from amp_engine.tools.diagnosis.rehearsal import checked_policy, rehearse
-from amp_engine.tools.recipes import meant
 from amp_engine.tools.telemetry.closed_gradients import closed_gradients
 from amp_engine.tools.telemetry.histogram_picture import GradientHistogram as GradientHistogram
 from amp_engine.tools.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
@@ -132,12 +131,6 @@ def gradient_histogram(
     AmpValueError for a type that is not floating.
     """
     policy = checked_policy("gradient_histogram", engine.policy, engine._initialized.models, step_fn)
-    if (recipe := meant(dtype)) is not None and not isinstance(dtype, torch.dtype):
-        raise AmpTypeError(
-            f"dtype={dtype!r}: {recipe} has a scale for each tensor or block, so that a histogram of all has no limit "
-            f'to mark.  amp.compare_levels(model, step_fn, "{recipe}") says what it loses; torch.float8_e5m2 marks the '
-            "limits of a type."
-        )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise AmpTypeError(f"dtype is a torch.dtype, not a {type(dtype).__name__}.  Use for example torch.float16.")
     if dtype is not None and not dtype.is_floating_point:

@@ -267,26 +267,6 @@ def test_what_the_trial_does_itself_is_in_no_time(bench, monkeypatch):
     assert looked == ["perturb", "memory", *each, *each, "memory", *each]
 
 
-@pytest.mark.parametrize("kept", [(), ("2",)])
-def test_the_first_gradient_in_a_recipe_is_as_far_from_o0s_as_compare_levels_says(kept, bench, tmp_path):
-    errors = {}
-    policy = amp.RunPolicy("O2", kept)
-    for level, steps in (("O0", 3), ("float8", 1), ("nvfp4", 1)):
-        one = bench(level, steps, gradient_path=str(tmp_path / "gradient"))
-        with pytest.raises(SystemExit):
-            script(one, policy=policy, verbosity=0)
-        one.engine.close()
-        errors[level] = one.trial.gradient_error
-    model, _ = parts()
-    x, y = torch.randn(16, 4), torch.randn(16, 2)
-    for level in ("float8", "nvfp4"):
-        policy = amp.RunPolicy(level, kept)
-        compared = amp.compare_levels(model, lambda model: nn.functional.mse_loss(model(x), y), policy)
-        assert errors[level] == pytest.approx(compared.gradient_error, rel=1e-6)
-    assert errors["O0"] is None
-    assert errors["nvfp4"] > errors["float8"] > 0.005
-
-
 def test_a_perturbation_moves_weights_by_rounding_and_the_same_each_time(bench):
     runs = {}
     for name, perturb in (("plain", False), ("first", True), ("second", True)):

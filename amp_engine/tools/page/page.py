@@ -139,20 +139,6 @@ class Table(Block):
 
 
 @dataclass(frozen=True)
-class Figure(Block):
-    """A picture in HTML; in text some paragraphs, or nothing."""
-
-    picture: str
-    words: Sequence[str] = ()
-
-    def _lines(self, width: int) -> Sequence[str]:
-        return [line for words in self.words for line in _wrapped(words, width)]
-
-    def _html(self) -> str:
-        return self.picture
-
-
-@dataclass(frozen=True)
 class Section:
     """Blocks under a name, which may be empty. A page leaves out a section without blocks."""
 
@@ -173,11 +159,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """Sections under a title, which may be empty; `style` is CSS of its pictures."""
+    """Sections under a title, which may be empty."""
 
     title: str
     sections: Sequence[Section]
-    style: str = ""
 
     @classmethod
     def of(cls, *blocks: Block) -> Page:
@@ -193,7 +178,7 @@ class Page:
         """The page as HTML with its style, for a notebook or another page."""
         title = f"<h1>{escape(self.title)}</h1>" if self.title else ""
         sections = "".join(section._html() for section in self.sections if section.blocks)
-        return f'<div class="amp"><style>{STYLE}{self.style}</style>{title}{sections}</div>'
+        return f'<div class="amp"><style>{STYLE}</style>{title}{sections}</div>'
 
     def html_file(self) -> str:
         """The page as the text of an HTML file that loads nothing."""

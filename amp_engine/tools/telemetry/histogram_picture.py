@@ -1,18 +1,15 @@
-"""The result of `amp.gradient_histogram` and its pictures: text, inline SVG, and matplotlib's if that is installed."""
+"""The result of `amp.gradient_histogram` and its pictures: text, and matplotlib's if that is installed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from amp_engine.tools.page.page import Block, Page, Section, Sentence
-from amp_engine.tools.page.page import Figure as Picture
-from amp_engine.tools.telemetry import plots
+from amp_engine.tools.page.page import Block, Page, Sentence, Verbatim
 from amp_engine.tools.telemetry.magnitudes import Limits, Magnitudes
 from amp_engine.tools.telemetry.wording import number, percent, scale
 
@@ -21,14 +18,8 @@ if TYPE_CHECKING:
 
 _ROWS = 44  # most rows of a text picture
 _BAR = 26
-_WIDTH, _HEIGHT = 1000.0, 180.0
-STYLE = """
-.amp .hist { position: relative; margin: .4em 0 1.2em; } .amp .hist svg { display: block; width: 100%; height: 180px;
-  background: var(--shade); } .amp .hist .at { position: absolute; font-size: 12px; color: var(--soft);
-  transform: translateX(-50%); white-space: nowrap; }
-.amp .hist .key { display: inline-block; width: 1.4em; margin-right: .5em; vertical-align: .25em; }
-.amp .hist .axis { position: relative; height: 1.4em; }
-"""
+# Colours that colour-blind people can distinguish: Okabe and Ito, https://jfly.uni-koeln.de/color/
+_BARS, _AT_1, _AT_SCALE = "#0072b2", "#d55e00", "#e69f00"
 
 
 @dataclass(frozen=True)
@@ -86,10 +77,10 @@ class GradientHistogram:
         for axis, (_, found), sentence in zip(axes, self.parts, losses(self), strict=True):
             exponents = [e for e, _ in found.counts]
             shares = [100 * n / max(1, found.nonzero) for _, n in found.counts]
-            axis.bar(exponents, shares, width=0.9, align="edge", color=plots.COLOURS[0])
+            axis.bar(exponents, shares, width=0.9, align="edge", color=_BARS)
             for mark in _marks(self):
                 if low < mark.exponent <= high + 1:
-                    colour = plots.COLOURS[2 if mark.is_at_scale else 5]
+                    colour = _AT_SCALE if mark.is_at_scale else _AT_1
                     style = "-" if mark.what.startswith("0") else ":"
                     axis.axvline(
                         mark.exponent, color=colour, linestyle=style, label=f"below 2^{mark.exponent}: {mark.what}"
@@ -106,6 +97,9 @@ class GradientHistogram:
         return drawn
 
     def __str__(self) -> str:
+        return "\n".join([self._picture(), "", *losses(self)])
+
+    def _picture(self) -> str:
         parts = self.parts
         low, high = _span(self)
         step = max(1, math.ceil((high - low + 1) / _ROWS))
@@ -124,13 +118,13 @@ class GradientHistogram:
             cells = [f"{percent(s):>7} {_bar(s / longest):<{_BAR + 2}}" if s else " " * (_BAR + 10) for s in shares]
             lines.append("".join([f"{f'2^{top - step + 1}':>7}  ", *cells]).rstrip())
         lines += [f"{'':9}-- below 2^{mark.exponent}: {mark.what} --" for mark in left if mark.exponent > low - step]
-        return "\n".join([*lines, "", *losses(self)])
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return Page("", [Section(self.title, blocks(self))], plots.STYLE + STYLE).html()
+        return Page.of(*blocks(self)).html()
 
 
 class _Mark(NamedTuple):
@@ -172,53 +166,8 @@ def losses(histogram: GradientHistogram) -> Iterator[str]:
 
 
 def blocks(histogram: GradientHistogram) -> Sequence[Block]:
-    """A sentence and, in HTML only, a picture for each kind of gradients."""
-    measured = f"By powers of two, without the loss scale; measured at a scale of {scale(histogram.measured_at)}."
-    found: list[Block] = [Picture(f'<p class="soft">{measured}</p>')]
-    for (name, part), sentence in zip(histogram.parts, losses(histogram), strict=True):
-        found += [Sentence(sentence), Picture(_svg(histogram, name, part))]
-    return found
-
-
-def _svg(histogram: GradientHistogram, name: str, found: Magnitudes) -> str:
-    low, high = _span(histogram)
-    unit = _WIDTH / (high + 1 - low)
-    longest = max((n for _, n in found.counts), default=1)
-
-    def x(exponent: float) -> float:
-        return unit * (exponent - low)
-
-    bars = []
-    for e, n in found.counts:
-        height = (_HEIGHT - 12) * n / longest
-        title = f"2^{e}: {percent(n / found.nonzero)}"
-        bars.append(
-            f'<rect x="{x(e) + unit * 0.06:.2f}" y="{_HEIGHT - height:.2f}" width="{unit * 0.88:.2f}" '
-            f'height="{height:.2f}" fill="{plots.COLOURS[0]}"><title>{escape(title)}</title></rect>'
-        )
-    shown = [mark for mark in _marks(histogram) if low < mark.exponent <= high]
-    lines, legend = [], []
-    for mark in shown:
-        colour = plots.COLOURS[2 if mark.is_at_scale else 5]
-        dash = "" if mark.what.startswith("0") else ' stroke-dasharray="3 4"'
-        lines.append(
-            f'<path d="M{x(mark.exponent):.2f} 0V{_HEIGHT:.0f}" vector-effect="non-scaling-stroke" stroke="{colour}" '
-            f'stroke-width="2"{dash}></path>'
-        )
-        legend.append(
-            f'<span class="key" style="border-top: 3px {"dotted" if dash else "solid"} {colour}"></span>'
-            f"{escape(f'left of 2^{mark.exponent}: {mark.what}')}"
-        )
-    step = max(1, (high + 1 - low) // 5)
-    ticks = "".join(
-        f'<span class="at" style="left: {100 * (e - low) / (high + 1 - low):.2f}%">2^{e}</span>'
-        for e in range(low + step // 2 + 1, high + 1, step)
-    )
-    return (
-        f'<div class="hist"><svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(name)} by powers of two">{"".join(bars)}{"".join(lines)}</svg>'
-        f'<div class="axis">{ticks}</div><p class="soft">{"<br>".join(legend)}</p></div>'
-    )
+    """The picture in text, and a sentence for each kind of gradients."""
+    return [Verbatim(histogram._picture()), *map(Sentence, losses(histogram))]
 
 
 def _span(histogram: GradientHistogram) -> tuple[int, int]:

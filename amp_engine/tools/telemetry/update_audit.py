@@ -53,7 +53,7 @@ class UpdateAudit(Paged):
         with amp.audit_updates(optimizer, every=10) as audit:
             train()
         print(audit)              # the tensors whose steps rounding erases, the worst first, and what to do
-        audit.save("audit.html")  # or .svg, .json, .txt
+        audit.save("audit.html")  # or .json, .txt
 
     Before an audited step the optimizer's class makes that step on copies of weights, state and gradients in the next
     wider type: float32 for half types, float64 for float32. The change of the copies is the wanted update; the change
@@ -135,7 +135,7 @@ class UpdateAudit(Paged):
         return json.dumps(fields, indent=1, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file: text, JSON, HTML or only the picture, by its suffix .txt, .json, .html or .svg.
+        """Write a file: text, JSON or HTML, by its suffix .txt, .json or .html.
 
         Raises AmpValueError for another suffix, OSError as `open` does.
         """
@@ -143,7 +143,6 @@ class UpdateAudit(Paged):
             ".txt": lambda: f"{self}\n",
             ".json": self.to_json,
             ".html": lambda: self._page().html_file(),
-            ".svg": lambda: update_page.picture(self.measured().tensors, is_file=True),
         }
         write_by_suffix(path, writers, "an audit")
 

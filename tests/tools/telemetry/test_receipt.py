@@ -527,14 +527,13 @@ def test_json_holds_all_of_it(level: str) -> None:
     assert sum(one["bytes"] for one in fields["memory"]) == sum(one.bytes for one in found.memory)
 
 
-def test_an_audit_of_updates_has_a_section(tmp_path: Path) -> None:
+def test_an_audit_of_updates_has_a_section() -> None:
     with Engine() as engine:
         model, optimizer = started("O2", make=adamw, engine=engine)
         with UpdateAudit(engine, optimizer) as audit:
             train(NORMED_MLP, model, optimizer, "coc", engine=engine)
         found = receipt(engine, updates=audit)
     assert Receipt.from_json(found.to_json()) == found
-    assert page_of(found, tmp_path).count("svg") == page_of(trained("O2"), tmp_path).count("svg") + 1
     assert found.updates is not None
     assert found.updates.is_well
     assert {one.name for one in found.updates.tensors} == {name for name, _ in NORMED_MLP.model(0).named_parameters()}
@@ -668,20 +667,8 @@ def test_the_page_is_whole_and_loads_nothing(level: str, tmp_path: Path) -> None
     assert {name for _, attrs in page.seen for name in attrs if name.startswith("on") or name == "src"} == set()
     assert "url(" not in page.words
     assert "@import" not in page.words
-    assert page.count("svg") == 1 + (len(found.losses[0].history) > 1), "memory, and the scale if there is news of it"
-    assert (len(found.losses[0].history) > 1) == (level in (*DYNAMIC_LEVELS, "O4", "O5"))
-
-
-def test_the_plot_marks_each_overflow_and_the_bar_has_each_class(tmp_path: Path) -> None:
-    found = trained("O2")
-    page = page_of(found, tmp_path)
-    assert page.count("rect") == len(found.memory)
-    widths = [float(attrs["width"] or 0) for tag, attrs in page.seen if tag == "rect"]
-    total = sum(one.bytes for one in found.memory)
-    assert widths == pytest.approx([1000 * one.bytes / total for one in found.memory], abs=0.01)
-    scale, ticks = [str(attrs["d"]) for tag, attrs in page.seen if tag == "path"]
-    assert scale.count("V") == 1, "it fell once"
-    assert ticks == "M666.7 148.0V160.0", "at the second backward of three"
+    moves = len(found.losses[0].history) > 1
+    assert ("scale after backward (!: overflow)" in page.words) == moves == (level in (*DYNAMIC_LEVELS, "O4", "O5"))
 
 
 def test_names_are_never_markup(tmp_path: Path) -> None:

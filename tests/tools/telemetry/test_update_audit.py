@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Callable
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from amp_engine import Engine, amp
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import FusedAdam
 from amp_engine.tools.telemetry.update_audit import UpdateAudit, spacing
-from amp_engine.tools.telemetry.update_page import picture
 from amp_engine.tools.telemetry.update_report import AuditedTensor, UpdateReport
 from tests.models import NORMED_MLP
 from tests.support import LEVELS, assert_bitwise, backward, frozen, started, train
@@ -490,30 +488,9 @@ def test_json_and_files(tmp_path: Any) -> None:
     assert fields["tensors"][0]["advice"].endswith("O5")
     assert fields["optimizers"][0]["class_name"] == "AdamW"
     assert "loses most" in fields["sentences"][0]
-    for suffix in ("txt", "json", "html", "svg"):
+    for suffix in ("txt", "json", "html"):
         audit.save(tmp_path / f"audit.{suffix}")
         assert "1.<wbr>weight" in (text := (tmp_path / f"audit.{suffix}").read_text()) or "1.weight" in text
     with pytest.raises(AmpValueError, match=r"audit is written as .* Use for example '.*audit\.html'"):
         audit.save(tmp_path / "audit.pdf")
     assert not (tmp_path / "audit.pdf").exists()
-
-
-def test_the_picture_has_a_bar_as_long_as_the_share_that_was_erased(tmp_path: Any) -> None:
-    weights = [parameter([1.0, 1.0]), parameter([1.0, 1.0])]
-    optimizer = SGD(weights, lr=1.0)
-    named = nn.ParameterDict({"<a&b>": weights[0], "b" * 60: weights[1]})
-    with UpdateAudit(Engine(), optimizer, models=named) as audit:
-        step(optimizer, torch.tensor([2.0**-10, 2.0**-10]), torch.tensor([0.5, 2.0**-3]))
-    audit.save(tmp_path / "audit.svg")
-    tree = ElementTree.parse(tmp_path / "audit.svg").getroot()
-    name = "{http://www.w3.org/2000/svg}"
-    bars = tree.findall(f"./{name}g[{name}title]")
-    (longest,) = {float(path.get("d")[1:].split()[0]) for path in tree.findall(f"./{name}path")[-1:]}  # type: ignore[index]
-    begin = float(bars[0].find(f"{name}rect").get("x"))  # type: ignore[union-attr, arg-type]
-    widths = [float(bar.find(f"{name}rect").get("width")) for bar in bars]  # type: ignore[union-attr, arg-type]
-    assert widths == [longest - begin, 0.0]
-    texts = [bar.find(f"{name}text").text for bar in bars]  # type: ignore[union-attr]
-    assert texts[0] == "<a&b>"
-    assert texts[1] == "..." + "b" * 45
-    assert bars[1].find(f"{name}title").text.startswith("b" * 60)  # type: ignore[union-attr]
-    assert picture(audit.measured().tensors) in audit._repr_html_()

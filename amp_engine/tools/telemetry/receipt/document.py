@@ -15,7 +15,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.tools.explanation import Explanation
 from amp_engine.tools.page.page import Page, Paged, Section, Sentence, Table, write_by_suffix
 from amp_engine.tools.software import describe
-from amp_engine.tools.telemetry import histogram_picture, plots, step_times, update_page
+from amp_engine.tools.telemetry import histogram_picture, step_times, update_page
 from amp_engine.tools.telemetry.histogram_picture import GradientHistogram
 from amp_engine.tools.telemetry.receipt import asked, functions, losses, memory, models, optimizers, shapes
 from amp_engine.tools.telemetry.records import Asked, Fact, Functions, Loss, Memory, Model, Shapes, Stepped, Times
@@ -105,7 +105,7 @@ class Receipt(Paged):
             Section("Time", times),
             Section("Software", [Table([(fact.name, fact.value) for fact in self.software])]),
         )
-        return Page(self.title, sections, plots.STYLE + histogram_picture.STYLE)
+        return Page(self.title, sections)
 
 
 def receipt(

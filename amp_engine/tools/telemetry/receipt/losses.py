@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from amp_engine.engine import Engine
 from amp_engine.tools.diagnosis.post_mortem import OverflowRecord
-from amp_engine.tools.page.page import Block, Figure, Section, Sentence
-from amp_engine.tools.telemetry import plots
+from amp_engine.tools.page.page import Block, Section, Sentence
 from amp_engine.tools.telemetry.records import Loss, Overflows, ScalePoint
 from amp_engine.tools.telemetry.wording import number, percent, plural, scale
 
@@ -35,14 +34,14 @@ def _causes(records: Iterable[OverflowRecord]) -> Iterator[Overflows]:
 
 
 def section(losses: Sequence[Loss]) -> Section:
-    """A sentence for each scaler, and a picture of its scale if the scale moved or overflowed."""
+    """A sentence for each scaler, and the moves of its scale."""
     blocks: list[Block] = []
     for one in losses:
         blocks.append(Sentence(_sentence(one)))
         if one.causes:
             blocks.append(Sentence(f"causes: {', '.join(map(_of_cause, one.causes))}", "soft", indent=1))
         if len(one.history) > 1:
-            blocks.append(Figure(plots.scale_over_backwards(one), [_moves(one.history)], indent=1))
+            blocks.append(Sentence(_moves(one.history), indent=1))
     return Section("Loss scale", blocks or [Sentence("No loss is scaled.", "soft")])
 
 

@@ -12,8 +12,7 @@ from amp_engine.engine import Engine
 from amp_engine.ground.distributed import local_of
 from amp_engine.stepping.beside import Master, Remainder
 from amp_engine.tools.diagnosis.recorder import tensors_in
-from amp_engine.tools.page.page import Figure, Section, Table
-from amp_engine.tools.telemetry import plots
+from amp_engine.tools.page.page import Section, Table
 from amp_engine.tools.telemetry.receipt.models import measured
 from amp_engine.tools.telemetry.records import Memory
 from amp_engine.tools.telemetry.wording import number, size
@@ -48,13 +47,13 @@ def described(engine: Engine) -> tuple[Memory, ...]:
 
 
 def section(memory: Sequence[Memory]) -> Section:
-    """A bar, a row for each class on each device, and the sum."""
+    """A row for each class on each device, and the sum."""
     if not memory:
         return Section("Memory", [])
     rows = [(one.kind, one.device, number(one.tensors), size(one.bytes)) for one in memory]
     rows.append(("together", "", "", size(sum(one.bytes for one in memory))))
     table = Table(rows, ("class", "device", "tensors", "memory"), numbers=(2, 3), has_total=True)
-    return Section("Memory", [Figure(plots.memory_bar(memory, KINDS)), table])
+    return Section("Memory", [table])
 
 
 class _Count:

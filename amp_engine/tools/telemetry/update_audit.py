@@ -29,7 +29,7 @@ from amp_engine.stepping.step import unhooked_step
 from amp_engine.tools.diagnosis.recorder import places_in
 from amp_engine.tools.page.page import Page, Paged, Section, write_by_suffix
 from amp_engine.tools.telemetry import step_times, update_page, update_report
-from amp_engine.tools.telemetry.shadow import discard_ghost, shadow
+from amp_engine.tools.telemetry.shadow import shadow
 from amp_engine.tools.telemetry.update_report import AuditedOptimizer, AuditedTensor, UpdateReport
 
 _WIDER = {
@@ -320,7 +320,6 @@ class _Followed:
             return twins, sum(one.numel() * one.element_size() for one in copies if isinstance(one, Tensor))
         finally:
             set_random_state(random)
-            discard_ghost(double)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth = max(0, self._depth - 1)

@@ -60,7 +60,7 @@ def look(writer: SummaryWriter) -> None:
     assert_type(amp.receipt(), Receipt)
     receipt = amp.receipt(explanation, times=times)
     assert_type(receipt.memory[0].bytes, int)
-    assert_type(Receipt.from_json(receipt.to_json()), Receipt)
+    assert_type(receipt.to_json(), str)
     assert_type(amp.scalars(), dict[str, float])
     histogram = amp.gradient_histogram(lambda: None)
     assert_type(histogram.lost(1.0), float)

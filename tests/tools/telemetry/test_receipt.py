@@ -17,9 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from amp_engine import Engine, amp, kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import FusedAdam, FusedLAMB
+from amp_engine.scaling.history import Point
 from amp_engine.tools.explanation import Explanation
 from amp_engine.tools.telemetry.receipt import Receipt, receipt
-from amp_engine.tools.telemetry.records import Loss, Model, Overflows, ScalePoint, Shape
+from amp_engine.tools.telemetry.receipt.losses import Loss, Overflows
+from amp_engine.tools.telemetry.receipt.models import Model
+from amp_engine.tools.telemetry.receipt.shapes import Shape
 from amp_engine.tools.telemetry.update_audit import UpdateAudit
 from tests.models import CNN, LSTM, MLP, NORMED_MLP, TRANSFORMER, Mlp, NormedMlp
 from tests.support import (
@@ -204,8 +207,7 @@ def test_an_explanation_becomes_a_table_of_functions_and_types(level: str) -> No
         torch.ones(2, dtype=HALF[level]) + torch.ones(2, dtype=HALF[level])
     found = amp.receipt(explanation)
     assert found.functions.ops is not None
-    records = [(r.function, r.calls, r.casts, r.cached, r.bytes_moved) for r in explanation.records]
-    assert [(o.function, o.calls, o.casts, o.cached, o.bytes_moved) for o in found.functions.ops] == records
+    assert [*found.functions.ops] == explanation.records
     lines = [line.split() for line in str(found).splitlines()]
     half = str(HALF[level]).removeprefix("torch.")
     assert ["function", "list", half, "float32", "casts", "cached", "bytes", "moved"] in lines
@@ -258,7 +260,7 @@ def test_skips_and_the_history_of_the_scale(level: str) -> None:
         first = engine.scalers[0].loss_scale()
         train(MLP, model, optimizer, "cococc", engine=engine)
         found = receipt(engine)
-        points = ScalePoint(0, first, 0), ScalePoint(2, first / 2, 1), ScalePoint(4, first / 4, 1)
+        points = Point(0, first, 0), Point(2, first / 2, 1), Point(4, first / 4, 1)
         assert found.losses == (Loss(0, True, first / 4, 6, 2, points, (Overflows("backward", 2, (2, 4)),)),)
         (one,) = found.optimizers
         assert (one.class_name, one.steps, one.skips, one.skips_in_a_row) == ("AdamW", 6, 2, 0)
@@ -292,9 +294,6 @@ def test_the_causes_of_overflows_are_counted_each_backward_once() -> None:
         found = receipt(engine)
         assert found.losses[0].causes == (Overflows("backward", 6, (5, 6, 7, 8, 9)), Overflows("data", 1, (4,)))
         assert "  causes: 6 backward (backwards ..., 5, 6, 7, 8, 9), 1 data (backward 4)\n" in str(found)
-        fields = json.loads(found.to_json())
-        del fields["losses"][0]["causes"]  # as receipts of before
-        assert Receipt.from_json(json.dumps(fields)).losses[0].causes == ()
 
 
 def test_levels_that_look_at_no_gradient_say_so() -> None:
@@ -302,7 +301,7 @@ def test_levels_that_look_at_no_gradient_say_so() -> None:
         model, optimizer = started("O0", task=MLP, engine=engine)
         train(MLP, model, optimizer, "cc", engine=engine)
         found = receipt(engine)
-        assert found.losses == (Loss(0, False, 1.0, 0, 0, (ScalePoint(0, 1.0, 0),)),)
+        assert found.losses == (Loss(0, False, 1.0, 0, 0, (Point(0, 1.0, 0),)),)
         assert (found.optimizers[0].by, found.optimizers[0].steps) == ("its own class", 2)
         assert "no backward was looked at" in str(found)
 
@@ -521,9 +520,10 @@ def trained(level: str, task: Any = NORMED_MLP) -> Receipt:
 @pytest.mark.parametrize("level", LEVELS)
 def test_json_holds_all_of_it(level: str) -> None:
     found = trained(level)
-    assert Receipt.from_json(found.to_json()) == found
     fields = json.loads(found.to_json())
+    assert list(fields) == ["format", *(field.name for field in dataclasses.fields(Receipt))]
     assert fields["asked"]["level"] == level
+    assert {one["dtype"] for one in fields["functions"]["ops"]} <= {"float16", "bfloat16", "float32", None}
     assert sum(one["bytes"] for one in fields["memory"]) == sum(one.bytes for one in found.memory)
 
 
@@ -533,22 +533,12 @@ def test_an_audit_of_updates_has_a_section() -> None:
         with UpdateAudit(engine, optimizer) as audit:
             train(NORMED_MLP, model, optimizer, "coc", engine=engine)
         found = receipt(engine, updates=audit)
-    assert Receipt.from_json(found.to_json()) == found
     assert found.updates is not None
+    assert json.loads(found.to_json())["updates"]["tensors"][0]["name"] == found.updates.tensors[0].name
     assert found.updates.is_well
     assert {one.name for one in found.updates.tensors} == {name for name, _ in NORMED_MLP.model(0).named_parameters()}
     assert "Updates\n  All is well" in str(found)
-    bare = dataclasses.replace(found, updates=None)
-    assert "amp.receipt(updates=audit)" in str(bare)
-    fields = json.loads(bare.to_json())
-    del fields["updates"]  # as receipts of before
-    assert Receipt.from_json(json.dumps(fields)) == bare
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "asked": 3}'])
-def test_other_json_is_refused(text: str) -> None:
-    with pytest.raises(AmpValueError, match="no receipt"):
-        Receipt.from_json(text)
+    assert "amp.receipt(updates=audit)" in str(dataclasses.replace(found, updates=None))
 
 
 def test_files_are_written_by_their_suffix(tmp_path: Path) -> None:
@@ -579,7 +569,6 @@ def test_where_amp_does_nothing_it_says_that() -> None:
     found = amp.receipt()
     assert "enabled=False" in str(found)
     assert (found.models, found.memory, found.losses) == ((), (), ())
-    assert Receipt.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from amp_engine.engine import Engine
 from amp_engine.levels import levels
 from amp_engine.levels.policy import Policy, parse_skips
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE
 from amp_engine.tools.page.page import Section, Sentence, Table
-from amp_engine.tools.telemetry.records import Asked, Property
+
+
+@dataclass(frozen=True)
+class Property:
+    """A property of a level.
+
+    Attributes:
+        name: the keyword of `initialize`.
+        value: the value in effect.
+        default: the default of the level.
+    """
+
+    name: str
+    value: str
+    default: str
+
+    @property
+    def is_override(self) -> bool:
+        """True if the value is not the default of the level."""
+        return self.value != self.default
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `initialize`.
+
+    Attributes:
+        enabled: False if amp does nothing.
+        level: "O0" to "O5"; None if not enabled.
+        brief: the level in a sentence.
+        properties: the properties, in the order in which `initialize` prints them.
+    """
+
+    enabled: bool
+    level: str | None
+    brief: str
+    properties: tuple[Property, ...]
+
 
 NOT_ENABLED = Asked(False, None, "enabled=False: amp leaves everything as it is.", ())
 

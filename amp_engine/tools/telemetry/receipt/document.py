@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import types
-import typing
 from dataclasses import dataclass
-from typing import Any
 
 from amp_engine.engine import Engine
-from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.tools.explanation import Explanation
 from amp_engine.tools.page.page import Page, Paged, Section, Sentence, Table, write_by_suffix
 from amp_engine.tools.software import describe
 from amp_engine.tools.telemetry import histogram_picture, step_times, update_page
 from amp_engine.tools.telemetry.histogram_picture import GradientHistogram
 from amp_engine.tools.telemetry.receipt import asked, functions, losses, memory, models, optimizers, shapes
-from amp_engine.tools.telemetry.records import Asked, Fact, Functions, Loss, Memory, Model, Shapes, Stepped, Times
-from amp_engine.tools.telemetry.step_times import StepTimes
+from amp_engine.tools.telemetry.receipt.asked import Asked
+from amp_engine.tools.telemetry.receipt.functions import Functions
+from amp_engine.tools.telemetry.receipt.losses import Loss
+from amp_engine.tools.telemetry.receipt.memory import Memory
+from amp_engine.tools.telemetry.receipt.models import Model
+from amp_engine.tools.telemetry.receipt.optimizers import Stepped
+from amp_engine.tools.telemetry.receipt.shapes import Shapes
+from amp_engine.tools.telemetry.step_times import StepTimes, Times
 from amp_engine.tools.telemetry.update_audit import UpdateAudit
 from amp_engine.tools.telemetry.update_report import UpdateReport
 
@@ -41,7 +45,7 @@ _NO_UPDATES = (
 
 @dataclass(frozen=True, repr=False)
 class Receipt(Paged):
-    """A run: its arguments, their effects, and its memory, scales and skips. `telemetry.records` has the sections.
+    """A run: its arguments, their effects, and its memory, scales and skips.
 
     `str(receipt)` is a page of text, `receipt.save("run.html")` a page of HTML in one file; a notebook shows the same.
     """
@@ -55,8 +59,8 @@ class Receipt(Paged):
     shapes: Shapes
     times: Times | None
     gradients: GradientHistogram | None
-    software: tuple[Fact, ...]
-    updates: UpdateReport | None = None  # older receipts lack it
+    software: dict[str, str]
+    updates: UpdateReport | None = None
 
     @property
     def title(self) -> str:
@@ -66,19 +70,9 @@ class Receipt(Paged):
         return f"amp receipt: {names} at {at}" if names else f"amp receipt: {at}"
 
     def to_json(self) -> str:
-        """The sections by name, as JSON of plain types, which `from_json` reads."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Receipt:
-        """The receipt that `to_json` wrote. Raises AmpValueError for any other text."""
-        try:
-            fields = json.loads(text)
-            if fields.pop("format") != FORMAT:
-                raise ValueError("of another format")
-            return typing.cast("Receipt", _built(cls, fields))
-        except (AttributeError, KeyError, TypeError, ValueError) as e:
-            raise AmpValueError(f"This is no receipt that Receipt.to_json of this version wrote ({e}).") from e
+        """The sections by name, as JSON of plain types."""
+        fields = {"format": FORMAT, **dataclasses.asdict(self)}
+        return json.dumps(fields, indent=1, allow_nan=False, default=dtype_name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file: text, JSON or HTML, by its suffix .txt, .json or .html.
@@ -103,7 +97,7 @@ class Receipt(Paged):
             Section("Gradients", gradients),
             Section("Updates", updates),
             Section("Time", times),
-            Section("Software", [Table([(fact.name, fact.value) for fact in self.software])]),
+            Section("Software", [Table([*self.software.items()])]),
         )
         return Page(self.title, sections)
 
@@ -152,7 +146,7 @@ def receipt(
     ):
         if given is not None and not isinstance(given, kind):
             raise AmpTypeError(f"{name} is what {source} gives, not a {type(given).__name__}.")
-    software = tuple(Fact(name, value) for name, value in describe())
+    software = dict(describe())
     if not policy.enabled:
         return Receipt(asked.NOT_ENABLED, (), functions.NONE, (), (), (), shapes.NONE, None, None, software)
     for one in engine.records.all:
@@ -171,17 +165,3 @@ def receipt(
         software=software,
         updates=None if updates is None else updates.measured(),
     )
-
-
-def _built(kind: Any, value: Any) -> Any:
-    """Convert a value of JSON to the type of an annotation: a record, a tuple, an optional type, or a plain value."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _built(hints[name], inner) for name, inner in value.items()})  # type: ignore[operator]
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        inner = arguments[:1] * len(value) if arguments[-1] is ... else arguments
-        return tuple(_built(one, item) for one, item in zip(inner, value, strict=True))
-    if types.NoneType in arguments:
-        return None if value is None else _built(arguments[0], value)
-    return value

@@ -5,16 +5,36 @@ from __future__ import annotations
 import pkgutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from amp_engine.casting import FunctionCasts
 from amp_engine.casting.lists import NAMESPACES
 from amp_engine.engine import Engine
 from amp_engine.ground.dtypes import dtype_name
-from amp_engine.tools.explanation import Explanation
+from amp_engine.tools.explanation import Explanation, Record, type_name
 from amp_engine.tools.page.page import Block, Section, Sentence, Table, Verbatim
-from amp_engine.tools.telemetry.records import Functions, Op
 from amp_engine.tools.telemetry.wording import number
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The patched functions.
+
+    Attributes:
+        dtype: type in which functions on the list "half" run; None if no function is cast.
+        lists: the name of a list, and the number of functions of this torch on it.
+        changes: the functions that users added and removed, in words.
+        ops: calls by function and type, as `amp.explain()` counted them; None if no explanation was given.
+        note: why there are no casts, or how to get `ops`; "" if neither applies.
+    """
+
+    dtype: str | None
+    lists: tuple[tuple[str, int], ...]
+    changes: tuple[str, ...]
+    ops: tuple[Record, ...] | None
+    note: str
+
 
 NONE = Functions(None, (), (), None, "")
 
@@ -30,7 +50,7 @@ def described(engine: Engine, explanation: Explanation | None) -> Functions:
     why_not = engine.function_casts.why_nothing_is_cast(engine.policy)
     ops, note = None, why_not or ""
     if explanation is not None:
-        ops = tuple(Op(**{**vars(r), "dtype": dtype_name(r.dtype) if r.dtype else None}) for r in explanation.records)
+        ops = tuple(explanation.records)
         note = str(explanation) if not ops else ""
     elif why_not is None:
         note = _HOW_TO_EXPLAIN
@@ -55,15 +75,15 @@ def _blocks(functions: Functions) -> Iterator[Block]:
         yield _table(functions.ops)
 
 
-def _table(ops: Sequence[Op]) -> Table:
+def _table(ops: Sequence[Record]) -> Table:
     """Rows are functions, the most bytes first; columns are calls in each type, and sums of casts and bytes."""
-    dtypes = sorted({op.dtype or "-" for op in ops}, key=lambda name: (name == "-", name))
-    by_function: dict[tuple[str, str], list[Op]] = {}
+    dtypes = sorted({type_name(op.dtype) for op in ops}, key=lambda name: (name == "-", name))
+    by_function: dict[tuple[str, str], list[Record]] = {}
     for op in ops:
         by_function.setdefault((op.function, op.listed), []).append(op)
 
-    def cells(found: Sequence[Op]) -> list[str]:
-        calls = [sum(op.calls for op in found if (op.dtype or "-") == dtype) for dtype in dtypes]
+    def cells(found: Sequence[Record]) -> list[str]:
+        calls = [sum(op.calls for op in found if type_name(op.dtype) == dtype) for dtype in dtypes]
         sums = [sum(getattr(op, name) for op in found) for name in ("casts", "cached", "bytes_moved")]
         return [number(count) if count else "" for count in calls] + [number(one) for one in sums]
 

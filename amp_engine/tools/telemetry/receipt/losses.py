@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from amp_engine.engine import Engine
+from amp_engine.scaling.history import Point
 from amp_engine.tools.diagnosis.post_mortem import OverflowRecord
 from amp_engine.tools.page.page import Block, Section, Sentence
-from amp_engine.tools.telemetry.records import Loss, Overflows, ScalePoint
 from amp_engine.tools.telemetry.wording import number, percent, plural, scale
 
 _SHOWN = 5  # newest backwards of each cause
+
+
+@dataclass(frozen=True)
+class Overflows:
+    """The overflows of one cause of `overflow_report`: their count, and the numbers of the newest backwards."""
+
+    cause: str
+    count: int
+    backwards: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss scaler.
+
+    Attributes:
+        loss_id: its number.
+        dynamic: True if the scale moves.
+        scale: the scale of the next backward.
+        backwards: number of checked backwards since `initialize`; 0 if gradients are not checked.
+        overflows: number of checked backwards with a gradient that is not finite.
+        history: the points where the scale moved or a backward overflowed, thinned to at most 1000.
+        causes: this loss's overflows among the newest 1000 of all losses, the most frequent cause first.
+        auto: True if the scale follows the largest gradient.
+    """
+
+    loss_id: int
+    dynamic: bool
+    scale: float
+    backwards: int
+    overflows: int
+    history: tuple[Point, ...]
+    causes: tuple[Overflows, ...] = ()
+    auto: bool = False
 
 
 def described(engine: Engine) -> tuple[Loss, ...]:
@@ -18,10 +53,11 @@ def described(engine: Engine) -> tuple[Loss, ...]:
     losses, records = [], engine.overflow_report()
     for loss_id, scaler in enumerate(engine.scalers):
         track = engine._scaling.history.track(loss_id)
-        points = tuple(ScalePoint(p.backward, p.scale, p.overflows) for p in track.points)
         causes = tuple(_causes(record for record in records if record.loss_id == loss_id))
         now, is_auto = scaler.loss_scale(), scaler.auto is not None
-        losses.append(Loss(loss_id, scaler.dynamic, now, track.backwards, track.overflows, points, causes, is_auto))
+        losses.append(
+            Loss(loss_id, scaler.dynamic, now, track.backwards, track.overflows, tuple(track.points), causes, is_auto)
+        )
     return tuple(losses)
 
 
@@ -62,7 +98,7 @@ def _of_cause(one: Overflows) -> str:
     return f"{number(one.count)} {one.cause} ({word} {more}{', '.join(map(str, one.backwards))})"
 
 
-def _moves(points: Sequence[ScalePoint]) -> str:
+def _moves(points: Sequence[Point]) -> str:
     moves = [f"{p.backward}: {scale(p.scale)}{'!' * (p.overflows > 0)}" for p in points]
     shown = moves if len(moves) <= 12 else [*moves[:4], "...", *moves[-7:]]
     return f"scale after backward (!: overflow)  {', '.join(shown)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,29 @@ from amp_engine.stepping.beside import Master, Remainder
 from amp_engine.tools.diagnosis.recorder import tensors_in
 from amp_engine.tools.page.page import Section, Table
 from amp_engine.tools.telemetry.receipt.models import measured
-from amp_engine.tools.telemetry.records import Memory
 from amp_engine.tools.telemetry.wording import number, size
 
 PARAMETERS, BUFFERS, MASTERS, REMAINDERS = "parameters", "buffers", "FP32 masters", "remainders of split masters"
 GRADIENTS, STATE, COPIES = "gradients", "optimizer state", "weight copies"
 KINDS = (PARAMETERS, BUFFERS, MASTERS, REMAINDERS, STATE, COPIES, GRADIENTS)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one class of tensors on one device.
+
+    Attributes:
+        kind: "parameters", "buffers", "FP32 masters", "remainders of split masters", "optimizer state", "weight
+            copies", "gradients".
+        device: "cpu", "cuda:0".
+        tensors: number of tensors.
+        bytes: their bytes; for DTensors, this rank's part. Memory that two classes share counts in the first.
+    """
+
+    kind: str
+    device: str
+    tensors: int
+    bytes: int
 
 
 def described(engine: Engine) -> tuple[Memory, ...]:

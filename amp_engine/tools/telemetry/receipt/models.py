@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -15,7 +16,6 @@ from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name
 from amp_engine.ground.torch_private import BatchNormBase
 from amp_engine.levels.policy import Policy
 from amp_engine.tools.page.page import Block, Named, Section, Sentence, Table
-from amp_engine.tools.telemetry.records import Kept, Model, OfType
 from amp_engine.tools.telemetry.wording import plural, size
 
 BY_KEEP_FLOAT = "amp.keep_float"
@@ -25,6 +25,60 @@ IS_SHARD = "an FP32 shard: fully_shard casts it for forward and backward"
 IS_SHARED = "shared with {0}, which is kept"
 NOT_FLOATING = "not floating point"
 CAME_SINCE = "in this type since initialize: the module was added, or cast, afterwards"
+
+
+@dataclass(frozen=True)
+class OfType:
+    """The tensors of one type in a model.
+
+    Attributes:
+        kind: "parameters" or "buffers".
+        dtype: their type.
+        tensors, elements, bytes: their numbers; a tensor with two names counts once.
+    """
+
+    kind: str
+    dtype: str
+    tensors: int
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors of one module that a level does not cast to half.
+
+    Attributes:
+        module: name of the module in the model; "" is the model itself.
+        class_name: class of the module.
+        dtype: type of the tensors; None if the level casts functions but no weights, and the whole module is kept.
+        tensors, elements: their numbers.
+        why: the reason.
+    """
+
+    module: str
+    class_name: str
+    dtype: str | None
+    tensors: int
+    elements: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """An initialized model.
+
+    Attributes:
+        name: "" for a single model, else "models[0]" and so on.
+        class_name: class of the model.
+        types: types of its parameters and buffers.
+        kept: its tensors that are not in half.
+    """
+
+    name: str
+    class_name: str
+    types: tuple[OfType, ...]
+    kept: tuple[Kept, ...]
 
 
 def described(engine: Engine, policy: Policy) -> tuple[Model, ...]:

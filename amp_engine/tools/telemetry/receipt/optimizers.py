@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,10 +15,34 @@ from amp_engine.optimizers.rules import TORCH_RULES, rule_of
 from amp_engine.stepping.beside import Remainder
 from amp_engine.stepping.record import Record
 from amp_engine.tools.page.page import Block, Section, Sentence
-from amp_engine.tools.telemetry.records import Stepped
 from amp_engine.tools.telemetry.wording import number, plural
 
 COMPILED, OWN = "compiled kernels", "its own class"
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """An optimizer.
+
+    Attributes:
+        class_name: class of the optimizer.
+        weights: number of the tensors that it steps.
+        by: the code that steps it: "compiled kernels" or "its own class".
+        why: the reason.
+        masters: its masters and the type of its moments, in words; "" without masters and narrow moments.
+        steps: number of calls of `step` since `initialize`.
+        skips: number of skipped steps.
+        skips_in_a_row: number of skipped steps since the last step that was taken.
+    """
+
+    class_name: str
+    weights: int
+    by: str
+    why: str
+    masters: str
+    steps: int
+    skips: int
+    skips_in_a_row: int
 
 
 def described(engine: Engine) -> tuple[Stepped, ...]:

@@ -8,6 +8,7 @@ are 16 bytes ("Matrix Multiplication Background User's Guide", same site, sectio
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,6 @@ from amp_engine.ground.distributed import fsdp2_param_dtypes
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.tools.page.page import Block, Named, Section, Sentence
 from amp_engine.tools.telemetry.receipt.models import measured, named, shown_name
-from amp_engine.tools.telemetry.records import Shape, Shapes
 from amp_engine.tools.telemetry.wording import plural
 
 MULTIPLE = 8
@@ -31,6 +31,38 @@ _RULE = (
 )
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dimension of a matrix product in half that is not a multiple of 8.
+
+    Attributes:
+        module: name of the module, after the name of its model if there are several.
+        class_name: class of the module.
+        dimension: the name in the module's class, such as "out_features".
+        size: size of the dimension.
+        pad_to: the next multiple of 8.
+    """
+
+    module: str
+    class_name: str
+    dimension: str
+    size: int
+    pad_to: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The audit of shapes for tensor cores.
+
+    Attributes:
+        audited: number of modules that compute matrix products in half.
+        found: the dimensions to pad.
+    """
+
+    audited: int
+    found: tuple[Shape, ...]
 
 
 NONE = Shapes(0, ())

@@ -17,7 +17,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -28,9 +28,7 @@ from amp_engine.tools.apex_check.inventory import Row
 from amp_engine.tools.apex_check.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
 from amp_engine.tools.apex_check.traps import Traps
 
-_FOREIGN_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
-# These hold mostly copies and packages, but may hold a project's own files, so their unread files are counted.
-_BUILT_FOLDERS = {"build", "dist", "venv"}
+_FOREIGN_FOLDERS = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv"}
 # A file without any of these words cannot use apex and is not parsed, so that a large project takes seconds.
 _MENTIONS = re.compile("|".join(sorted({"amp_engine", *inventory.ROOTS, *inventory.ADDED})).encode())
 _PROBES = {
@@ -40,11 +38,7 @@ _PROBES = {
     "importlib_metadata.distribution",
     "importlib_metadata.version",
 }
-_IMPORTED = "sys.modules"
-_PROBES_OF_FILES = {"pkg_resources.get_distribution", "pkg_resources.require"}
 _PROBED = "finds apex once amp_engine.apex.install is imported"
-_PROBED_FILES = 'looks for files on disk and finds none: write importlib.metadata.version("apex")'
-_PROBED_IMPORTS = "is there after `import apex` under amp_engine.apex.install, not after `from amp_engine import amp`"
 _REQUIRED = "`apex` of PyPI is another project: take the line out, amp_engine answers to apex"
 _REQUIREMENT = re.compile(r"apex\s*(\[[^]]*\])?\s*([<>=!~][^@]*)?")
 # Uses of apex in files that are not Python: a requirement of the bare name `apex`, and the launcher.
@@ -58,11 +52,12 @@ _LINES = {
     "*.sh": re.compile(r"^[^#]*-m\s+(apex\.parallel\.multiproc)\b"),
 }
 _PATTERNS = ("*.py", "*.ipynb", *_LINES)
-# Notebooks: lines that only IPython reads, with or without % or !; such lines with Python; a cell's first line.
+# Notebooks: lines that only IPython reads, with the lines that go on with them; such lines with Python; a cell's first.
 _COMMAND = re.compile(
-    r"\s*([%!?]|(pip3?|conda|mamba|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|man|env|git|python3?|wget) )|.*(\?|=\s*[!%].*)\s*$"
+    r"^([ \t]*)(?:[%!?]|(?:pip3?|conda|mamba|cd|ls|cat|cp|mv|rm|mkdir|git|wget) |\S.*(?:\?$|= *[!%])).*(?:\\\n.*)*",
+    re.MULTILINE,
 )
-_COMMAND_WITH_PYTHON = re.compile(r"(\s*)%(?:time|timeit|prun|memit)\s+(?!-)(?=\S)")
+_COMMAND_WITH_PYTHON = re.compile(r"^([ \t]*)%(?:time|timeit|prun|memit) +(?!-)(?=\S)", re.MULTILINE)
 _CELL = re.compile(r"\s*%%(\w+|!)[ \t]*(.*)")
 _OTHER_LANGUAGES = re.compile(
     "!|bash|sh|script|system|sx|cmd|perl|ruby|html|javascript|js|latex|markdown|svg|r|sql|bigquery|cython|writefile|file",
@@ -95,7 +90,7 @@ def main(paths: list[str]) -> int:
     read = list(files(paths))
     unanswered: list[Path] = []
     found = [finding for path in read for finding in check_file(path, unanswered)]
-    print(render(found, len(read), passed_over(paths, read), not unanswered))
+    print(render(found, len(read), not unanswered))
     return int(any(finding.verdict in ("missing", "unknown", "not read") for finding in found))
 
 
@@ -123,36 +118,22 @@ def files(paths: Iterable[str]) -> Iterator[Path]:
     """Yield each file to read once: the named files, and a project's own sources in the named folders."""
     seen: set[str] = set()
     for path in paths:
-        for found in sorted(_below(Path(path), [])) if Path(path).is_dir() else [Path(path)]:
+        for found in sorted(_below(Path(path))) if Path(path).is_dir() else [Path(path)]:
             real = os.path.realpath(found)
             if real not in seen:
                 seen.add(real)
                 yield found
 
 
-def passed_over(paths: Iterable[str], read: Iterable[Path]) -> dict[str, int]:
-    """Count the files that `read` lacks, which may be the project's own, in each build folder below `paths`."""
-    known = {os.path.realpath(path) for path in read}
-    built: list[Path] = []
-    for path in paths:
-        list(_below(Path(path), built))
-    counts = {
-        str(folder): sum(os.path.realpath(path) not in known for path in _below(folder, [])) for folder in sorted(built)
-    }
-    return {folder: count for folder, count in counts.items() if count}
-
-
-def _below(folder: Path, built: list[Path]) -> Iterator[Path]:
-    """Yield the files to read below `folder`; folders of builds are appended to `built` instead."""
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield the files to read below `folder`, without folders of packages, environments and builds."""
     # Links to folders are not followed: they lead in circles, or out of the project.
     for root, folders, names in os.walk(folder):
-        own = [
+        folders[:] = [
             name
             for name in folders
             if not (name.startswith(".") or name in _FOREIGN_FOLDERS or Path(root, name, "pyvenv.cfg").exists())
         ]
-        built += (Path(root, name) for name in own if name in _BUILT_FOLDERS)
-        folders[:] = [name for name in own if name not in _BUILT_FOLDERS]
         shown = (Path(root, name) for name in names if not name.startswith("."))
         # Opening a pipe would block. A broken link is yielded, so that it is reported as unreadable.
         shown = (path for path in shown if path.is_file() or not path.exists())
@@ -199,44 +180,25 @@ def _python_of(cell: str) -> str:
         return ""
     if magic:
         cell = _without_first_line(cell)
-    lines = cell.split("\n")
     # Only in cells that are not valid Python, where `%` may begin a line of an expression, and `!` one of a string.
-    while error := _error_of("\n".join(lines)):
-        suspects = [error.lineno or 0, *range(1, len(lines) + 1)]
-        found = next((i for i in suspects if 0 < i <= len(lines) and _COMMAND.match(lines[i - 1])), None)
-        if found is None:
-            break
-        _take_out(lines, found - 1)
-    return "\n".join(lines)
+    if not _is_python(cell):
+        cell = _COMMAND_WITH_PYTHON.sub(r"\1", cell)
+        cell = _COMMAND.sub(lambda command: f"{command[1]}pass" + "\n" * command[0].count("\n"), cell)
+    return cell
 
 
 def _without_first_line(cell: str) -> str:
     return re.sub(r"\S.*", "", cell, count=1)
 
 
-def _error_of(source: str) -> SyntaxError | None:
+def _is_python(source: str) -> bool:
     try:
         _parse(source)
-    except SyntaxError as error:
-        return error
-    except ValueError:  # a zero byte
-        return None
-    return None
-
-
-def _take_out(lines: list[str], index: int) -> None:
-    """Remove a command of IPython with its continuation lines; Python after `%time` and the like stays."""
-    python = _COMMAND_WITH_PYTHON.sub(r"\1", lines[index])
-    goes_on = lines[index].endswith("\\")
-    if python != lines[index]:
-        lines[index] = python
-        return
-    line = lines[index]
-    lines[index] = line[: len(line) - len(line.lstrip())] + "pass"
-    while goes_on and index + 1 < len(lines):
-        index += 1
-        goes_on = lines[index].endswith("\\")
-        lines[index] = ""
+    except SyntaxError:
+        return False
+    except ValueError:  # a zero byte, which is reported with the program
+        return True
+    return True
 
 
 def _parse(source: str | bytes) -> ast.Module:
@@ -336,16 +298,6 @@ class Uses(ast.NodeVisitor):
         if not isinstance(inner, ast.Name):
             self.visit(inner)
 
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        """Report `sys.modules["apex"]`."""
-        self._report_imported(node, node.slice, node.value)
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        """Report `"apex" in sys.modules`."""
-        self._report_imported(node, node.left, node.comparators[0])
-        self.generic_visit(node)
-
     def visit_Call(self, node: ast.Call) -> None:
         """Report names in strings, probes for apex, and keywords."""
         called = self._names.of(node.func, self._scope)
@@ -357,23 +309,13 @@ class Uses(ast.NodeVisitor):
             case [ast.Constant(value=str(name)), *_] if _is_apex(name):
                 if called & IMPORTS_BY_NAME:
                     self._report(node, {name})
-                for probes, text in ((_PROBES, _PROBED), (_PROBES_OF_FILES, _PROBED_FILES)):
-                    if called & probes:
-                        self._add(node, f'{ast.unparse(node.func)}("{name}")', "note", text)
-                if called == {f"{_IMPORTED}.get"}:
-                    self._add(node, ast.unparse(node), "note", _PROBED_IMPORTS)
+                if called & _PROBES:
+                    self._add(node, f'{ast.unparse(node.func)}("{name}")', "note", _PROBED)
             case [owner, ast.Constant(value=str(name)), *_] if called & {"getattr", "hasattr", "setattr", "delattr"}:
                 self._report(node, {f"{each}.{name}" for each in self._names.of(owner, self._scope)})
         if called == {"setuptools.setup"} or called == {"distutils.core.setup"}:
             self._report_requirements(node)
         self.generic_visit(node)
-
-    def _report_imported(self, node: ast.AST, key: ast.expr, owner: ast.expr) -> None:
-        if isinstance(key, ast.Constant) and _is_apex(str(key.value)) and self._named(owner) == {_IMPORTED}:
-            self._add(node, ast.unparse(node), "note", _PROBED_IMPORTS)
-
-    def _named(self, node: ast.expr) -> set[str]:
-        return self._names.of(node, self._scope) if isinstance(node, (ast.Name, ast.Attribute)) else set()
 
     def _report(self, node: ast.AST, names: set[str]) -> bool:
         """Record an expression that may stand for `names`; return True if one of them is apex's."""
@@ -435,26 +377,23 @@ def _keywords(name: str) -> frozenset[str] | None:
 # --- report ---------------------------------------------------------------------------------------
 
 
-def render(found: list[Finding], read: int, skipped: Mapping[str, int], is_answered: bool) -> str:
+def render(found: list[Finding], read: int, is_answered: bool) -> str:
     """Return the findings as aligned text, a paragraph for each file, and a summary.
 
     Args:
         found: grouped by file.
         read: the number of files that were read.
-        skipped: the number of unread files in each folder.
         is_answered: amp_engine answers each import of apex without further changes.
     """
-    where = ", ".join(f"{_count(count, 'file')} in {folder}" for folder, count in skipped.items())
-    unread = f"  Not read: {where}; pass a folder to --check to have it read." if skipped else ""
     if not found:
-        return f"No use of apex in {_count(read, 'file')}.{unread}"
+        return f"No use of apex in {_count(read, 'file')}."
     paragraphs = []
     for path, of_file in itertools.groupby(found, lambda finding: finding.path):
         rows = [(f"{path}:{f.line}", f.name, f.verdict, f.text) for f in of_file]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
         paragraphs.append("\n".join(lines))
-    return "\n\n".join([*paragraphs, _summary(found, read, is_answered) + unread])
+    return "\n\n".join([*paragraphs, _summary(found, read, is_answered)])
 
 
 def _summary(found: list[Finding], read: int, is_answered: bool) -> str:

@@ -15,7 +15,6 @@ _WRAPPERS = {
     "torch.nn.parallel.DataParallel",
     "torch.nn.parallel.DistributedDataParallel",
 }
-_CLIPS = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm", "torch.nn.utils.clip_grad_value_"}
 _BINARY_CROSS_ENTROPIES = {"torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"}
 _TAKE_WEIGHTS = {
     *(f"torch.{name}" for name in ["addmm", "bmm", "einsum", "matmul", "mm", "mv", "tensordot"]),
@@ -54,7 +53,6 @@ class Traps:
             yield from self._products_with_weights()
             yield from self._binary_cross_entropies()
             yield from self._wrapped_too_early()
-            yield from self._clips_of_model_gradients()
             yield from self._writes_into_state_dicts()
 
     def _calls_of(self, *names: str) -> list[ast.Call]:
@@ -132,17 +130,6 @@ class Traps:
                 models = {ast.unparse(m) for m in _elements(_argument(call, 0, "models"))}
                 for model in sorted(models & wrapped) if call in self._initialize else []:
                     yield call, f"refuses {model} once it is wrapped for parallel training, as in apex: wrap it after"
-
-    def _clips_of_model_gradients(self) -> Iterator[tuple[ast.Call, str]]:
-        if self._calls_of(f"{_AMP}master_params") or (self._levels and self._levels <= {"O0", "O3", *_FUNCTION_LEVELS}):
-            return
-        for before, after in _in_order(self._tree):
-            if not any(call in self._scale_loss for call in before):
-                continue
-            for call in after:
-                clipped = _argument(call, 0, "parameters") if self._calls.get(call) in _CLIPS else None
-                if clipped is not None and ast.unparse(clipped).endswith(".parameters()"):
-                    yield call, "at O2 and O5 the step does not read these gradients: clip amp.master_params(optimizer)"
 
     def _writes_into_state_dicts(self) -> Iterator[tuple[ast.expr, str]]:
         if self._levels and self._levels <= {"O0", *_FUNCTION_LEVELS}:
@@ -255,9 +242,7 @@ def _in_order(tree: ast.AST) -> Iterator[tuple[Set[ast.Call], Set[ast.Call]]]:
             if not isinstance(statements, list):
                 continue
             calls = [_run_by(statement) for statement in statements]
-            for i, statement in enumerate(statements):
-                if calls[i] and not _leaves(statement):
-                    yield calls[i], set().union(*calls[i + 1 :])
+            yield from ((now, set().union(*calls[i:])) for i, now in enumerate(calls, 1) if now)
 
 
 def _run_by(statement: ast.AST) -> set[ast.Call]:
@@ -266,10 +251,3 @@ def _run_by(statement: ast.AST) -> set[ast.Call]:
         return set()
     found = {statement} if isinstance(statement, ast.Call) else set()
     return found.union(*(_run_by(child) for child in ast.iter_child_nodes(statement)))
-
-
-def _leaves(statement: ast.AST) -> bool:
-    """True for an `if` with a jump at its end; the statements after it are its other branch: `if amp: ...; return`."""
-    return isinstance(statement, ast.If) and isinstance(
-        statement.body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break)
-    )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 import functools
 import io
 import pickle
 import types
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from amp_engine import amp
 from tests import support
@@ -52,71 +50,6 @@ def test_state_dict_of_a_disabled_amp_is_empty_and_loads() -> None:
     amp.load_state_dict(amp.state_dict())
 
 
-# containers
-
-
-class Pair(NamedTuple):
-    logits: Tensor
-    label: str
-
-
-@dataclasses.dataclass
-class Record:
-    logits: Tensor
-    label: str = "x"
-
-
-class Echo(nn.Module):
-    """Gives back a container of what its one layer makes of the input."""
-
-    def __init__(self, wrap: Any) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-        self.wrap = wrap
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.wrap(self.layer(inputs))
-
-
-WRAPPERS: dict[str, Any] = {
-    "ordered dict": lambda out: collections.OrderedDict(logits=out, label="x"),
-    "default dict": lambda out: collections.defaultdict(list, logits=out, label="x"),
-    "namedtuple": lambda out: Pair(out, "x"),
-    "dataclass": lambda out: Record(out),
-    "list": lambda out: [out, "x"],
-    "tuple": lambda out: (out, "x"),
-}
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_an_output_container_keeps_its_type(name: str, level: str) -> None:
-    model = Echo(WRAPPERS[name])
-    amp.initialize(model, opt_level=level, verbosity=0)
-    outputs = model(torch.randn(2, 8))
-    assert type(outputs) is type(WRAPPERS[name](torch.zeros(1)))
-    values = outputs.values() if isinstance(outputs, dict) else outputs
-    values = (outputs.logits, outputs.label) if isinstance(outputs, Record) else values
-    tensor, label = values
-    assert tensor.dtype == torch.float32
-    assert label == "x"
-
-
-@pytest.mark.parametrize("make", [lambda: (i for i in range(3)), lambda: range(3), lambda: iter([1])])
-def test_generators_and_ranges_pass_through(make: Any) -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 4)
-
-        def forward(self, inputs: Tensor, numbers: Any) -> Any:
-            return self.layer(inputs), sum(numbers)
-
-    model = Counting()
-    amp.initialize(model, opt_level="O2", verbosity=0)
-    assert model(torch.randn(2, 8), make())[1] == sum(make())
-
-
 def test_a_module_given_as_an_argument_is_not_cast() -> None:
     class Distilled(nn.Module):
         def __init__(self) -> None:
@@ -133,26 +66,6 @@ def test_a_module_given_as_an_argument_is_not_cast() -> None:
 
 
 # scale_loss
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_exception_in_the_body_leaves_nothing_hidden(level: str) -> None:
-    def run(*, interrupted: bool) -> list[Tensor]:
-        model, optimizer = started(level, task=NORMED_MLP)
-        train(NORMED_MLP, model, optimizer, "c")
-        optimizer.zero_grad()
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
-        if interrupted:
-            loss = MLP.loss(model.eval(), NORMED_MLP.batch(2))
-            with pytest.raises(KeyboardInterrupt), amp.scale_loss(loss, optimizer):
-                raise KeyboardInterrupt
-            model.train()
-        optimizer.step()
-        values = masters(optimizer)
-        amp.close()
-        return values
-
-    assert_bitwise(run(interrupted=True), run(interrupted=False))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -199,14 +112,6 @@ def test_the_cast_cache_does_not_outlive_an_exception() -> None:
 
 
 # masters
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_step_before_any_backward_is_a_step_without_gradients(level: str) -> None:
-    _, optimizer = started(level)
-    before = masters(optimizer)
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
@@ -364,16 +269,6 @@ def test_writes_through_data_reach_masters(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_skipped_first_step_does_not_upset_the_scheduler(level: str) -> None:
-    model, optimizer = started(level)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        train(MLP, model, optimizer, "o")
-        scheduler.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_scheduler_can_be_made_while_a_skip_is_pending(level: str) -> None:
     model, optimizer = started(level)
     backward(MLP.loss(model, MLP.batch()), optimizer, overflow=True)
@@ -415,32 +310,10 @@ def test_the_default_floor_keeps_the_scale_from_reaching_zero() -> None:
     assert scaler_numbers() == (2.0**-24, 1)
 
 
-def test_a_floor_below_one_is_obeyed() -> None:
-    model, optimizer = started("O1", min_loss_scale=0.25)
-    overflow(30, model, optimizer)
-    assert scaler_numbers() == (0.25, 0)
-
-
 def test_a_floor_of_zero_is_no_way_to_a_scale_of_zero() -> None:
     model, optimizer = started("O1", min_loss_scale=0.0)
     overflow(60, model, optimizer)
     assert scaler_numbers()[0] > 0
-
-
-def test_a_static_scale_skips_an_overflow_on_request() -> None:
-    model, optimizer = started("O2", loss_scale=128.0, skip_on_overflow=True)
-    before = masters(optimizer)
-    train(MLP, model, optimizer, "o")
-    assert_bitwise(masters(optimizer), before)
-    assert scaler_numbers()[0] == 128.0
-    train(MLP, model, optimizer, "c")
-    assert not torch.equal(masters(optimizer)[0], before[0])
-
-
-def test_a_static_scale_does_not_skip_by_default() -> None:
-    model, optimizer = started("O2", loss_scale=128.0)
-    train(MLP, model, optimizer, "o")
-    assert not masters(optimizer)[0].isfinite().all()
 
 
 # checkpoints of the scaler
@@ -593,18 +466,6 @@ def test_a_pickled_optimizer_holds_plain_parameters(level: str) -> None:
 # function patching
 
 
-def test_decorated_functions_keep_their_names() -> None:
-    for decorate in (amp.half_function, amp.float_function, amp.promote_function):
-
-        @decorate
-        def attention(query: Tensor) -> Tensor:
-            """Scores."""
-            return query
-
-        assert attention.__name__ == "attention"
-        assert attention.__doc__ == "Scores."
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_decorated_functions_cast_at_o1_and_pass_through_elsewhere(level: str) -> None:
     def dtypes(*tensors: Tensor) -> tuple[torch.dtype, ...]:
@@ -751,19 +612,6 @@ def test_disable_casts_nests() -> None:
     assert torch.mm(inputs, inputs).dtype == HALF
 
 
-def test_disable_casts_reaches_every_thread() -> None:
-    import threading
-
-    started("O1")
-    inputs = torch.ones(2, 2)
-    seen = []
-    with amp.disable_casts():
-        thread = threading.Thread(target=lambda: seen.append(torch.mm(inputs, inputs).dtype))
-        thread.start()
-        thread.join()
-    assert seen == [torch.float32]
-
-
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 def test_disable_casts_without_function_casts_does_nothing(level: str) -> None:
     started(level)
@@ -781,71 +629,6 @@ def test_disable_casts_reaches_the_casts_of_an_earlier_initialize() -> None:
     started("O1", seed=1)
     with amp.disable_casts():
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
-
-
-@pytest.mark.parametrize(("level", "half"), [("O1", torch.float16), ("O4", torch.bfloat16)])
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
-def test_recurrent_networks_run_in_half(kind: type[nn.RNNBase], level: str, half: Any) -> None:
-    started(level)
-    network = kind(4, 6, num_layers=2, bidirectional=True)
-    inputs = torch.randn(3, 2, 4, requires_grad=True)
-    outputs, hidden = network(inputs)
-    assert outputs.dtype == half
-    assert {h.dtype for h in (hidden if isinstance(hidden, tuple) else (hidden,))} == {half}
-    outputs.float().sum().backward()
-    assert inputs.grad is not None
-    assert inputs.grad.dtype == torch.float32
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in network.parameters())
-
-
-@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
-def test_recurrent_cells_run_in_half(kind: type[nn.RNNCellBase]) -> None:
-    started("O1")
-    outputs = kind(4, 6)(torch.randn(2, 4))
-    assert {out.dtype for out in (outputs if isinstance(outputs, tuple) else (outputs,))} == {HALF}
-
-
-def test_an_lstm_whose_weights_are_not_one_buffer_runs() -> None:
-    started("O1")
-    network = parametrizations.weight_norm(nn.LSTM(4, 6), "weight_hh_l0")
-    outputs, _ = network(torch.randn(3, 2, 4))
-    outputs.float().sum().backward()
-    assert outputs.dtype == HALF
-    assert all(param.grad is not None for param in network.parameters())
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda d, h: d + h,
-        lambda d, h: h * d,
-        lambda d, h: torch.add(d, h),
-        lambda d, h: torch.addcmul(d, d, d),
-        lambda d, h: d.eq(d).double(),
-        lambda d, h: torch.cat([d, d]),
-        lambda d, h: torch.exp(d),
-        lambda d, h: F.softmax(d, 0),
-        lambda d, h: d.pow(2),
-        lambda d, h: torch.mm(d.reshape(1, -1), d.reshape(-1, 1)),
-        lambda d, h: F.linear(d, d.reshape(1, -1)),
-    ],
-)
-@pytest.mark.parametrize("other", [torch.float16, torch.float32, torch.bfloat16])
-def test_double_is_never_touched_and_promotes_as_torch_does(operation: Any, other: torch.dtype) -> None:
-    double, single = torch.rand(3, dtype=torch.float64), torch.rand(3).to(other)
-    expected = operation(double, single)
-    started("O1")
-    assert_bitwise(operation(double, single), expected)
-    assert expected.dtype == torch.float64
-
-
-def test_integers_are_never_touched() -> None:
-    started("O1")
-    whole = torch.arange(4)
-    assert torch.mm(whole.reshape(2, 2), whole.reshape(2, 2)).dtype == torch.int64
-    assert torch.add(whole, whole).dtype == torch.int64
-    assert torch.cumsum(whole, 0).dtype == torch.int64
-    assert torch.cat([whole, whole]).dtype == torch.int64
 
 
 def test_cat_takes_its_tensors_by_keyword() -> None:

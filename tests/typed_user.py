@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Adam
-from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import assert_type
 
 from amp_engine import Engine, amp
-from amp_engine.tools.callbacks import TensorBoardScalars
 from amp_engine.tools.telemetry.comparison import LevelComparison
 from amp_engine.tools.telemetry.receipt import Receipt
 
@@ -53,7 +51,7 @@ def save(model: nn.Linear, optimizer: SGD) -> None:
     state.load_state_dict({})
 
 
-def look(writer: SummaryWriter) -> None:
+def look() -> None:
     """Read what a run tells about itself."""
     with amp.explain() as explanation, amp.step_times() as times:
         pass
@@ -72,7 +70,6 @@ def look(writer: SummaryWriter) -> None:
         pass
     assert_type(amp.receipt(updates=audit), Receipt)
     assert_type([one.erased for one in audit.measured().tensors], list[float])
-    TensorBoardScalars(writer)(3)
 
 
 def compare(model: nn.Linear, optimizer: SGD, x: Tensor) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from amp_engine.tools.advice import words
 from amp_engine.tools.advice.figures import MOST_DIFFERENCE, NOISES, Comparison, Figures, compared
 from amp_engine.tools.advice.recommendation import LEAST_GAIN, Recommendation, recommend, why_not
 from amp_engine.tools.advice.records import BASE, Dropped, Trial
 from amp_engine.tools.page.page import Page, Paged, Section, Sentence, Table, Verbatim
+from amp_engine.tools.telemetry import wording
 from amp_engine.tools.telemetry.wording import plural
 
 FORMAT = 1
@@ -86,39 +86,39 @@ class Advice(Paged):
 def _row(one: Figures, comparison: Comparison) -> tuple[str, ...]:
     is_base = one is comparison.base
     if one.error is not None:
-        return (one.level, "failed", *[words.NOTHING] * (len(_HEAD) - 2))
+        return (one.level, "failed", *[wording.NOTHING] * (len(_HEAD) - 2))
     verdict = "agree" if one.agrees else "differ" if comparison.obstacle is None else "?"
     if not one.is_finite:
         verdict = "not finite"
     return (
         one.level,
         "" if is_base else verdict,
-        words.NOTHING if is_base else words.share(one.difference),
-        words.milliseconds(one.seconds),
-        words.NOTHING if one.speed is None else f"{one.speed:.2f}x",
-        words.size(one.bytes),
-        words.share(one.memory),
-        words.share(one.lost) if one.dtype == "float16" else words.NOTHING,
+        wording.NOTHING if is_base else wording.share(one.difference),
+        wording.milliseconds(one.seconds),
+        wording.NOTHING if one.speed is None else f"{one.speed:.2f}x",
+        wording.size(one.bytes),
+        wording.share(one.memory),
+        wording.share(one.lost) if one.dtype == "float16" else wording.NOTHING,
         str(one.steps),
         str(one.skips),
-        words.scale(one.loss_scale),
+        wording.scale(one.loss_scale),
     )
 
 
 def _notes(advice: Advice) -> Iterator[str]:
     comparison, base = advice.comparison, advice.base
-    noise = "could not be measured" if comparison.noise is None else f"is {words.share(comparison.noise)}"
+    noise = "could not be measured" if comparison.noise is None else f"is {wording.share(comparison.noise)}"
     yield (
         "differ by: mean |loss - O0's| over mean |O0's|, of the second half of the steps.  Losses agree up to "
-        f"{words.share(MOST_DIFFERENCE)}, or {NOISES:g} times what O0 differs from itself once its weights are moved "
-        f"by up to 2^-11, as rounding to float16 does: that {noise}, so the limit is {words.share(comparison.limit)}."
+        f"{wording.share(MOST_DIFFERENCE)}, or {NOISES:g} times what O0 differs from itself once its weights are moved "
+        f"by up to 2^-11, as rounding to float16 does: that {noise}, so the limit is {wording.share(comparison.limit)}."
     )
     yield f"ms a step: median, without {plural(advice.warmup, 'step')} of warm-up; O0's is that of its two runs."
     if comparison.drift is not None:
         busy = "  Something else seems to use this machine: repeat the run when it is idle."
         yield (
-            f"O0's first and last run differ by {words.share(comparison.drift)} in speed; smaller differences between "
-            f"levels mean nothing.{busy if comparison.drift > LEAST_GAIN else ''}"
+            f"O0's first and last run differ by {wording.share(comparison.drift)} in speed; smaller differences "
+            f"between levels mean nothing.{busy if comparison.drift > LEAST_GAIN else ''}"
         )
     if base.peak_bytes is not None:
         yield "memory: the peak of torch's allocator on all GPUs."

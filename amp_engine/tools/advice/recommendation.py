@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from amp_engine.tools.advice import words
 from amp_engine.tools.advice.figures import Comparison, Figures
 from amp_engine.tools.advice.records import BASE
+from amp_engine.tools.telemetry import wording
 
 LEAST_GAIN = 0.05
 """A level is preferred for speed if it is faster than O0 by at least this, or by O0's drift if that is larger."""
@@ -67,20 +67,22 @@ def recommend(comparison: Comparison) -> Recommendation:
             (one for one in small if (one.memory or 0.0) <= least * (1 + TIE)),
             key=lambda one: (one.speed or 0.0, -SIMPLEST_FIRST.index(one.level)),
         )
-        reason = f"for memory, {_memory(level)} ({words.size(level.bytes)} for {words.size(base.bytes)}); "
+        reason = f"for memory, {_memory(level)} ({wording.size(level.bytes)} for {wording.size(base.bytes)}); "
         reason += f"it is not taken for speed: {_time(level, base)}"
     elif fit and (comparison.drift or 0.0) > MOST_DRIFT:
         names = ", ".join(one.level for one in fit)
         return Recommendation(
             None,
             f"Speeds cannot be compared, and none is recommended: O0's own two runs differ by "
-            f"{words.share(comparison.drift)}.  Run it again while the machine does nothing else.  Losses agree with "
+            f"{wording.share(comparison.drift)}.  Run it again while the machine does nothing else.  Losses agree with "
             f"O0's at {names}.",
         )
     else:
         return Recommendation(BASE, f"Stay at O0 on this machine ({machine}): {_why_stay(comparison, fit)}.")
     sentence = f"Take {level.level} on this machine ({machine}): {reason}; its losses differ from O0's by "
-    sentence += f"{words.share(level.difference)}, of {words.share(comparison.limit)} that are allowed{_lost(level)}."
+    sentence += (
+        f"{wording.share(level.difference)}, of {wording.share(comparison.limit)} that are allowed{_lost(level)}."
+    )
     if level.level == "O3":
         sentence += "  O3 has no FP32 masters: it rounds small updates away, which a few steps do not show."
     return Recommendation(level.level, " ".join([sentence, *_scale_advice(comparison.levels)]))
@@ -98,9 +100,9 @@ def why_not(level: Figures) -> str | None:
         return f"it skipped {level.skips} of {level.steps} steps"
     if not level.agrees:
         cause = f"; {level.inputs[0]}, see cast_inputs of amp.initialize" if level.inputs else ""
-        return f"its losses differ by {words.share(level.difference)}{cause}"
+        return f"its losses differ by {wording.share(level.difference)}{cause}"
     if level.lost is not None and level.lost > MOST_LOST:
-        return f"it loses {words.share(level.lost)} of gradient values"
+        return f"it loses {wording.share(level.lost)} of gradient values"
     return None
 
 
@@ -121,7 +123,7 @@ def _why_stay(comparison: Comparison, fit: Sequence[Figures]) -> str:
         return f"no other level trains as it does: {against}{advice}"
     by = "5 % or more"
     if comparison.drift is not None and comparison.drift > LEAST_GAIN:
-        by = f"more than the {words.share(comparison.drift)} that O0's own two runs differ by"
+        by = f"more than the {wording.share(comparison.drift)} that O0's own two runs differ by"
     parts = [
         f"no level that trains as it does is faster by {by}, or takes 10 % less memory at a step of at most 1.5 times "
         "its time"
@@ -141,7 +143,7 @@ def _time(level: Figures, base: Figures) -> str:
     if level.speed is None:
         return "its time was not measured"
     return (
-        f"a step takes {words.milliseconds(level.seconds)} ms where O0 takes {words.milliseconds(base.seconds)}, "
+        f"a step takes {wording.milliseconds(level.seconds)} ms where O0 takes {wording.milliseconds(base.seconds)}, "
         f"{_speed(level)}"
     )
 
@@ -153,7 +155,7 @@ def _speed(level: Figures) -> str:
 def _memory(level: Figures) -> str:
     if level.memory is None:
         return "and memory was not measured"
-    return f"with {words.share(level.memory)} of O0's memory"
+    return f"with {wording.share(level.memory)} of O0's memory"
 
 
 def _lost(level: Figures) -> str:
@@ -161,16 +163,16 @@ def _lost(level: Figures) -> str:
         return ""
     if level.lost is None:
         return ", and gradients were not counted"
-    at = "without a loss scale" if level.loss_scale is None else f"at a loss scale of {words.scale(level.loss_scale)}"
-    return f", and float16 rounds {words.share(level.lost)} of gradient values to 0 {at}"
+    at = "without a loss scale" if level.loss_scale is None else f"at a loss scale of {wording.scale(level.loss_scale)}"
+    return f", and float16 rounds {wording.share(level.lost)} of gradient values to 0 {at}"
 
 
 def _scale_advice(levels: Iterable[Figures]) -> Iterable[str]:
     for one in levels:
         loses = one.lost is not None and one.lost > MOST_LOST and one.error is None
         if loses and one.loss_scale is not None and not one.dynamic and (one.lost_dynamic or 0.0) <= MOST_LOST:
-            begin = words.share(one.lost_dynamic)
+            begin = wording.share(one.lost_dynamic)
             yield (
-                f'Try {one.level} with loss_scale="dynamic": at its static {words.scale(one.loss_scale)} it loses '
-                f"{words.share(one.lost)} of gradient values; where dynamic scales begin, {begin}."
+                f'Try {one.level} with loss_scale="dynamic": at its static {wording.scale(one.loss_scale)} it loses '
+                f"{wording.share(one.lost)} of gradient values; where dynamic scales begin, {begin}."
             )

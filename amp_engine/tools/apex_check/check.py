@@ -54,7 +54,7 @@ _LINES = {
 _PATTERNS = ("*.py", "*.ipynb", *_LINES)
 # Notebooks: lines that only IPython reads, with the lines that go on with them; such lines with Python; a cell's first.
 _COMMAND = re.compile(
-    r"^([ \t]*)(?:[%!?]|(?:pip3?|conda|mamba|cd|ls|cat|cp|mv|rm|mkdir|git|wget) |\S.*(?:\?$|= *[!%])).*(?:\\\n.*)*",
+    r"^([ \t]*)(?:[%!?]|(?:pip3?|conda|mamba|cd|ls|cat|cp|mv|rm|mkdir|git|wget) |\S.*(?:\?$|= *[!%]))(?:.*\\\n)*.*",
     re.MULTILINE,
 )
 _COMMAND_WITH_PYTHON = re.compile(r"^([ \t]*)%(?:time|timeit|prun|memit) +(?!-)(?=\S)", re.MULTILINE)

@@ -480,7 +480,6 @@ def test_lines_of_python_that_look_like_commands_stay(script):
         's = """\n',
         "!amp\n",
         '%time"""\n',
-        "!ls -l",
     ]
     path = notebook(script, text)
     assert [(f.line, f.name) for f in findings(path)] == [("1:1", "apex.amp"), ("1:3", "apex.amp.scale_los")]

@@ -19,7 +19,6 @@ from amp_engine.casting import FunctionCasts
 from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH
 
 LISTED = {"F": (F, FUNCTIONAL), "torch": (torch, TORCH), "linalg": (torch.linalg, LINALG), "Tensor": (Tensor, TENSOR)}
-SPACES = (torch, F, torch.linalg, Tensor, torch._C.TensorBase)
 SHIPPED = {
     label: {name: getattr(space, name) for names in vars(lists).values() for name in names if hasattr(space, name)}
     for label, (space, lists) in LISTED.items()
@@ -68,14 +67,10 @@ def test_it_is_callable_hashable_and_equal_to_itself_alone(patched: Any) -> None
     assert failing(patched, holds) == {}
 
 
-def test_it_is_pickled_by_name(patched: Any) -> None:
+def test_it_is_pickled_and_copied_by_name(patched: Any) -> None:
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         assert failing(patched, lambda ours, _, p=protocol: pickle.loads(pickle.dumps(ours, p)) is ours) == {}
-
-
-def test_copies_of_it_are_itself(patched: Any) -> None:
-    assert failing(patched, lambda ours, _: copy.deepcopy(ours) is ours and copy.copy(ours) is ours) == {}
-    assert failing(patched, lambda ours, _: copy.deepcopy([ours])[0] is ours) == {}
+    assert failing(patched, lambda ours, _: copy.deepcopy([ours])[0] is copy.copy(ours) is ours) == {}
 
 
 def test_unwrapping_it_gives_the_original_or_stays_with_it(patched: Any) -> None:
@@ -90,7 +85,7 @@ def test_amp_original_gives_what_torch_shipped(patched: Any) -> None:
 
 
 def test_amp_original_of_a_function_on_no_list_is_the_function(casts: FunctionCasts) -> None:
-    for function in (torch.relu, F.relu, Tensor.relu, test_it_is_pickled_by_name):
+    for function in (torch.relu, F.relu, Tensor.relu, test_methods_bind_and_take_a_subclass):
         assert amp.original(function) is function
 
 
@@ -169,43 +164,6 @@ def test_wrong_arguments_are_the_error_that_torch_gives() -> None:
             assert errors() == expected
         finally:
             casts.remove()
-
-
-# --- what is left alone ---------------------------------------------------------------------------
-
-
-def test_functions_on_no_list_are_the_very_objects_that_torch_ships(casts: FunctionCasts) -> None:
-    before = [SNAPSHOT[id(space)] for space in SPACES]
-    allowed = [
-        *(set(SHIPPED[label]) for label in ("torch", "F", "linalg")),
-        set(SHIPPED["Tensor"]) | {"data", "__hash__"},
-        set(),
-    ]
-    for space, was, names in zip(SPACES, before, allowed, strict=True):
-        changed = {name for name, value in was.items() if vars(space).get(name) is not value}
-        assert changed - names == set(), space
-
-
-def test_after_close_every_attribute_is_what_it_was() -> None:
-    for level in ("O1", "O4", "O1"):
-        amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
-        assert torch.mm is not SHIPPED["torch"]["mm"]
-        amp.close()
-        for space in SPACES:
-            now = {name: value for name, value in vars(space).items() if name in SNAPSHOT[id(space)]}
-            assert [name for name, value in now.items() if value is not SNAPSHOT[id(space)][name]] == []
-            assert set(SNAPSHOT[id(space)]) <= set(now)
-            new = set(vars(space)) - set(SNAPSHOT[id(space)])
-            assert new.isdisjoint(SHIPPED["Tensor"])
-
-
-def test_a_function_that_was_kept_is_the_plain_one_after_close() -> None:
-    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    kept = (torch.mm, F.linear, Tensor.matmul, Tensor.__matmul__)
-    assert {f(X, X).dtype for f in kept} == {torch.float16}
-    amp.close()
-    for function in kept:
-        assert torch.equal(function(X, X), X @ (X.t() if function.__name__ == "linear" else X))
 
 
 # --- __torch_function__ ---------------------------------------------------------------------------
@@ -337,45 +295,23 @@ def test_functional_call_runs_the_weights_that_it_was_given(casts: FunctionCasts
     assert output.dtype == model(X).dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
-def test_jit_trace_gives_the_eager_result(casts: FunctionCasts) -> None:
-    model = Block()
-    with torch.no_grad():
-        traced = torch.jit.trace(model, X)
-        torch.testing.assert_close(traced(2 * X), model(2 * X), rtol=0, atol=0)
-    assert len(casts.cache) == 0
-
-
-def scripted_function(x: Tensor, y: Tensor) -> Tensor:
-    return F.softmax(x, -1) + F.mse_loss(x, y) + torch.mm(x, y) + x.exp() + (x @ y) * x + torch.cat([x, y])[:2]
-
-
 class Scripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
-        self.conv = nn.Conv1d(2, 2, 1)
         self.norm = nn.LayerNorm(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.log_softmax(self.norm(F.gelu(self.linear(x))) + self.conv(x), -1)
+        y = F.softmax(self.norm(F.gelu(self.linear(x))), -1)
+        return F.mse_loss(x, y) + torch.mm(x, y) + x.exp() + (x @ y) * x + torch.cat([x, y])[:2]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
-@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), Scripted], ids=["Linear", "several functions"])
-def test_jit_script_compiles_the_originals(make: Callable[[], nn.Module], casts: FunctionCasts) -> None:
-    model = make()
-    scripted = torch.jit.script(model)
-    output = scripted(X)
+def test_jit_script_compiles_the_originals(casts: FunctionCasts) -> None:
+    model = Scripted()
+    output = torch.jit.script(model)(X)
     with casts.disabled():
         torch.testing.assert_close(output, model(X))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
-def test_jit_script_of_a_function_that_calls_listed_functions(casts: FunctionCasts) -> None:
-    output = torch.jit.script(scripted_function)(X, X)
-    with casts.disabled():
-        torch.testing.assert_close(output, scripted_function(X, X))
 
 
 def test_a_symbolic_trace_and_a_copy_of_it_run(casts: FunctionCasts) -> None:
@@ -413,12 +349,3 @@ def test_meta_tensors_go_through(casts: FunctionCasts) -> None:
     assert (output.device.type, output.dtype, output.shape) == ("meta", torch.float32, (6, 2))
     with torch.device("meta"):
         assert torch.mm(torch.empty(2, 2), torch.empty(2, 2)).dtype == casts.dtype
-
-
-def test_a_default_device_and_a_default_type_are_heeded(casts: FunctionCasts) -> None:
-    with torch.device("cpu"):
-        assert torch.mm(X, X).dtype == casts.dtype
-        assert F.softmax(X.to(casts.dtype), -1).dtype == torch.float32
-
-
-SNAPSHOT = {id(space): dict(vars(space)) for space in SPACES}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, Dataset
 
-from amp_engine import Engine, amp
+from amp_engine import amp
 from amp_engine.casting import FunctionCasts, locks
 from amp_engine.casting.regions import float_region
 from amp_engine.levels import report
@@ -128,29 +128,6 @@ def test_one_engine_takes_models_in_from_two_threads_one_after_the_other(
     assert torch.mm is MM
 
 
-def test_a_call_in_which_its_engine_ends_and_another_starts_is_right_under_one_of_them() -> None:
-    engine, other, layer = Engine(), Engine(), nn.Linear(4, 4)
-    engine.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    freed = []
-
-    def exchange(alias: Any) -> None:
-        freed.append(alias)
-        engine.close()
-        other.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-
-    alias = weakref.ref(engine.function_casts.casts.cache.cast(layer.weight, torch.float16), exchange)
-    with torch.no_grad():
-        layer.weight.copy_(2.0 * X)
-        layer.bias.fill_(1.0)
-    output = F.linear(X, layer.weight, layer.bias)
-    assert freed == [alias]
-    assert output.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    assert torch.equal(output.float(), 2.0 * X + 1.0)
-    assert torch.mm(X, X).dtype == torch.bfloat16
-    other.close()
-    assert (torch.mm, F.linear, Tensor.matmul) == (MM, LINEAR, MATMUL)
-
-
 @pytest.mark.parametrize("what", ["clear", "run"])
 def test_copies_may_be_dropped_in_the_midst_of_a_call(what: str, casts: FunctionCasts) -> None:
     """Freeing a tensor lets others run, in the middle of whatever freed it."""
@@ -185,17 +162,6 @@ def test_disable_casts_of_several_threads_ends_with_the_last(casts: FunctionCast
 
     in_threads(*[run] * 4)
     assert torch.mm(X, X).dtype == casts.dtype
-
-
-def test_a_thread_that_starts_inside_of_disable_casts_sees_it() -> None:
-    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-
-    def dtype() -> torch.dtype:
-        return torch.mm(X, X).dtype
-
-    with amp.disable_casts():
-        assert in_threads(dtype) == [torch.float32]
-    assert in_threads(dtype) == [torch.bfloat16]
 
 
 def test_a_thread_that_is_running_sees_disable_casts_of_another() -> None:
@@ -310,19 +276,13 @@ def result_of(queue: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_loader_with_workers_gives_its_batches(method: str) -> None:
-    model = nn.Linear(4, 4)
-    amp.initialize(model, opt_level="O1", verbosity=0)
-    loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=method)
-    batches = list(loader)
-    assert [batch.shape for batch in batches] == [(4, 2, 4, 4)] * 2
-    # a fork has its parent's casts; a spawned process has none before it calls initialize
-    assert {batch.dtype for batch in batches} == {torch.float16 if method == "fork" else torch.float32}
-    for index, item in enumerate(torch.cat(batches)):
+def test_workers_of_a_loader_that_are_forked_have_the_casts() -> None:
+    amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
+    (batch,) = DataLoader(Squares(), batch_size=8, num_workers=1, multiprocessing_context="fork")
+    assert batch.dtype == torch.float16
+    for index, item in enumerate(batch):
         torch.testing.assert_close(item[0].float(), index * X)
         torch.testing.assert_close(item[1].float(), torch.softmax(X, -1), rtol=1e-3, atol=1e-3)
-    assert model(X).dtype == torch.float16
 
 
 def in_a_fork(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -341,10 +301,9 @@ def in_a_fork(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 @pytest.mark.skipif(
     torch.accelerator.is_available(), reason="torch refuses a backward in a fork beside a device's thread"
 )
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_a_fork_trains_closes_and_starts_anew_and_its_parent_feels_nothing(optimizer_class: Any) -> None:
+def test_a_fork_trains_closes_and_starts_anew_and_its_parent_feels_nothing() -> None:
     model = MLP.model()
-    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     train(MLP, model, optimizer, "cc")
     context = mp.get_context("fork")

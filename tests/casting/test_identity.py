@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amp_engine import amp
 from amp_engine.casting import FunctionCasts
 from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH
 
@@ -77,16 +76,6 @@ def test_unwrapping_it_gives_the_original_or_stays_with_it(patched: Any) -> None
     assert (
         failing(patched, lambda ours, shipped: inspect.unwrap(ours) in (ours, shipped, inspect.unwrap(shipped))) == {}
     )
-
-
-def test_amp_original_gives_what_torch_shipped(patched: Any) -> None:
-    assert failing(patched, lambda ours, shipped: amp.original(ours) is shipped) == {}
-    assert failing(patched, lambda _, shipped: amp.original(shipped) is shipped) == {}
-
-
-def test_amp_original_of_a_function_on_no_list_is_the_function(casts: FunctionCasts) -> None:
-    for function in (torch.relu, F.relu, Tensor.relu, test_methods_bind_and_take_a_subclass):
-        assert amp.original(function) is function
 
 
 def test_pickles_that_were_written_while_patched_load_as_the_originals_afterwards(low: torch.dtype) -> None:

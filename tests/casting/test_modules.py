@@ -1,4 +1,4 @@
-"""Modules whose work is done inside C++ or past `torch.nn.functional`: attention, transformers, recurrent networks."""
+"""Modules whose work is done inside C++ or past `torch.nn.functional`: attention, transformers, adaptive softmax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.casting.cuda_autocast import tensors_in
 f32 = torch.float32
 WIDTH = 8
 X = torch.linspace(-1, 1, 2 * 3 * WIDTH).reshape(2, 3, WIDTH)
-STATE = X[:, 0]
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
@@ -74,14 +73,13 @@ def test_a_transformer_encoder_with_its_norms_first_keeps_the_type_that_comes_in
 def test_a_padded_encoder_with_nested_tensors_runs_in_eval(casts: FunctionCasts) -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
     stack = nn.TransformerEncoder(layer, 2).eval()
-    padding = torch.tensor([[False, False, True], [False, False, False]])
     with torch.no_grad():
         with casts.disabled():
-            wanted = stack(X, src_key_padding_mask=padding)
+            wanted = stack(X, src_key_padding_mask=PADDING)
         for dtype in (f32, casts.dtype):
-            result = stack(X.to(dtype), src_key_padding_mask=padding)
+            result = stack(X.to(dtype), src_key_padding_mask=PADDING)
             assert result.dtype is f32
-            kept = ~padding
+            kept = ~PADDING
             torch.testing.assert_close(result[kept], wanted[kept], atol=0.05, rtol=0.05)
 
 
@@ -98,69 +96,38 @@ def test_the_fused_transformer_is_off_while_casts_are_installed(low: torch.dtype
             torch.backends.mha.set_fastpath_enabled(True)
 
 
+FUTURE = torch.tensor([[False, True, True], [False, False, True], [False, False, False]])
+PADDING = torch.tensor([[False, False, True], [False, False, False]])
+MASKS = {
+    "none": {},
+    "bool": {"attn_mask": FUTURE, "key_padding_mask": PADDING},
+    "float": {
+        "attn_mask": torch.zeros(3, 3).masked_fill(FUTURE, float("-inf")),
+        "key_padding_mask": torch.zeros(2, 3).masked_fill(PADDING, float("-inf")),
+    },
+}
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize(
-    "options", [{}, {"bias": False}, {"kdim": WIDTH, "vdim": WIDTH}, {"add_bias_kv": True}], ids=str
-)
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("options", [{}, {"kdim": WIDTH, "vdim": WIDTH}, {"add_bias_kv": True}], ids=str)
 def test_attention_is_in_low_precision_and_its_weights_in_the_type_of_their_mean(
-    training: bool, need_weights: bool, options: dict[str, Any], casts: FunctionCasts
+    training: bool, need_weights: bool, masks: str, options: dict[str, Any], casts: FunctionCasts
 ) -> None:
     module = built(lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)).train(training)
+    keywords = {"need_weights": need_weights, **MASKS[masks]}
     with casts.disabled():
-        wanted, wanted_weights = module(X, X, X, need_weights=need_weights)
+        wanted, wanted_weights = module(X, X, X, **keywords)
     for dtype in (f32, casts.dtype):
         x = X.to(dtype)
-        result, weights = module(x, x, x, need_weights=need_weights)
+        result, weights = module(x, x, x, **keywords)
         assert result.dtype is casts.dtype
         torch.testing.assert_close(result.float(), wanted, atol=0.05, rtol=0.05)
         assert (weights is None) is not need_weights
         if weights is not None:
             assert weights.dtype is f32  # what the softmax gave
             torch.testing.assert_close(weights, wanted_weights, atol=0.05, rtol=0.05)
-
-
-RECURRENT = {
-    "RNN": lambda: nn.RNN(WIDTH, 4, 2, batch_first=True),
-    "RNN, relu": lambda: nn.RNN(WIDTH, 4, nonlinearity="relu", batch_first=True),
-    "LSTM": lambda: nn.LSTM(WIDTH, 4, 2, bidirectional=True, batch_first=True),
-    "LSTM, projected": lambda: nn.LSTM(WIDTH, 4, proj_size=2, batch_first=True),
-    "GRU": lambda: nn.GRU(WIDTH, 4, bias=False, batch_first=True),
-}
-CELLS = {
-    "RNNCell": lambda: nn.RNNCell(WIDTH, 4),
-    "RNNCell, relu": lambda: nn.RNNCell(WIDTH, 4, nonlinearity="relu"),
-    "LSTMCell": lambda: nn.LSTMCell(WIDTH, 4),
-    "GRUCell": lambda: nn.GRUCell(WIDTH, 4, bias=False),
-}
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections")  # which path it takes
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_networks_are_in_low_precision(name: str, training: bool, casts: FunctionCasts) -> None:
-    check(built(RECURRENT[name]).train(training), (X,), casts.dtype, casts)
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", CELLS)
-def test_recurrent_cells_are_in_low_precision(name: str, training: bool, casts: FunctionCasts) -> None:
-    check(built(CELLS[name]).train(training), (STATE,), casts.dtype, casts)
-
-
-@pytest.mark.parametrize("given", [f32, None], ids=["FP32", "low"])
-def test_a_given_state_may_have_either_type(given: torch.dtype | None, casts: FunctionCasts) -> None:
-    lstm, cell = built(RECURRENT["LSTM"]), built(CELLS["LSTMCell"])
-    state = torch.zeros(4, 2, 4, dtype=given or casts.dtype)
-    output, (hidden, memory) = lstm(X, (state, state))
-    assert {t.dtype for t in (output, hidden, memory)} == {casts.dtype}
-    assert {t.dtype for t in cell(STATE, (state[0], state[0]))} == {casts.dtype}
-
-
-def test_weight_norm_takes_its_norm_in_fp32(casts: FunctionCasts) -> None:
-    with pytest.warns(FutureWarning):
-        linear = nn.utils.weight_norm(nn.Linear(WIDTH, 4))
-    assert linear(X).dtype is casts.dtype
 
 
 def test_adaptive_softmax_takes_low_precision_and_gives_its_numbers(casts: FunctionCasts) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from amp_engine import amp
 from amp_engine.casting.overrides import from_environment
-from amp_engine.casting.registration import Registration
 from amp_engine.errors import AmpTypeError, AmpValueError
 
 from ..support import FUNCTION_LEVELS, HALF, left_alone
@@ -188,16 +187,6 @@ def test_a_wrong_entry_that_appears_later_leaves_the_casts_as_they_were(monkeypa
     monkeypatch.delenv("AMP_ENGINE_HALF")
     amp.register_half_function(torch, "sinc")
     assert (torch.sinc(X).dtype, torch.tanh(X).dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_the_environment_becomes_registrations_and_removals() -> None:
-    program = [Registration("half", torch, "tanh"), Registration("half", torch, "sin")]
-    registrations, removals = from_environment(
-        {"AMP_ENGINE_HALF": "-torch.tanh", "AMP_ENGINE_FLOAT": "+torch.relu,-torch.exp", "OTHER": "x"}, program
-    )
-    assert registrations == [Registration("float", torch, "relu"), program[1]]
-    assert removals == [(torch, "tanh"), (torch, "exp")]
-    assert from_environment({}) == from_environment({"AMP_ENGINE_HALF": " , "})
 
 
 # --- registrations --------------------------------------------------------------------------------

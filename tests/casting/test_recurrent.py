@@ -112,11 +112,6 @@ def test_weights_of_a_cell_that_is_unrolled_are_cast_once(casts: FunctionCasts) 
     assert len(casts.cache) == 4
 
 
-def test_a_weight_normed_lstm_trains(casts: FunctionCasts) -> None:
-    lstm = nn.utils.parametrizations.weight_norm(nn.LSTM(3, 4), "weight_hh_l0")
-    assert_runs_low(casts, lstm, torch.randn(5, 2, 3))
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_an_lstm_under_the_old_weight_norm_trains(casts: FunctionCasts) -> None:
     lstm = nn.utils.weight_norm(nn.LSTM(3, 4), "weight_hh_l0")
@@ -140,14 +135,6 @@ def test_shapes_are_still_checked(make: Any, casts: FunctionCasts) -> None:
         network(torch.randn(5, 2, 7).to(casts.dtype))
     with pytest.raises(RuntimeError, match="Expected hidden|hidden\\[0\\]"):
         network(torch.randn(5, 2, 3), state(type(network).__name__, 9, 2, 4, dtype=torch.float32))
-
-
-def test_types_are_checked_again_afterwards(low: torch.dtype) -> None:
-    casts = FunctionCasts(low)
-    casts.install()
-    casts.remove()
-    with pytest.raises((ValueError, RuntimeError), match="dtype"):
-        nn.LSTM(3, 4)(torch.randn(5, 2, 3).to(low))
 
 
 def test_what_is_not_recurrent_is_passed_on(casts: FunctionCasts) -> None:

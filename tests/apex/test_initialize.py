@@ -12,7 +12,7 @@ from torch import nn
 import amp_engine
 from amp_engine import amp
 from amp_engine.initialization.arguments import InitializeOptions
-from tests.models import CNN, MLP, NORMED_MLP, TASKS
+from tests.models import CNN, MLP, NORMED_MLP
 from tests.support import (
     CAST_LEVELS,
     FUNCTION_LEVELS,
@@ -20,7 +20,6 @@ from tests.support import (
     LEVELS,
     WEIGHT_DTYPE,
     assert_bitwise,
-    backward,
     left_alone,
     masters,
     scaler_numbers,
@@ -81,13 +80,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", [*APEX_NAMES, "close", "current_engine"])
-def test_the_module_has_apex_names(name: str) -> None:
+def test_the_module_has_apex_names_and_the_package_exports_the_same_objects(name: str) -> None:
     assert hasattr(amp, name)
-
-
-@pytest.mark.parametrize("name", [name for name in APEX_NAMES if not name.startswith("_")])
-def test_the_package_exports_the_same_objects(name: str) -> None:
-    assert getattr(amp_engine, name) is getattr(amp, name)
+    if name in APEX_NAMES and not name.startswith("_"):
+        assert getattr(amp_engine, name) is getattr(amp, name)
 
 
 def test_initialize_has_apex_parameters_in_apex_order_and_ours_by_keyword_only() -> None:
@@ -241,15 +237,6 @@ def test_the_return_value_has_the_shape_of_the_arguments(level: str, enabled: bo
     assert result[1][1] is other_optimizer
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_return_value_may_be_ignored(level: str) -> None:
-    model = MLP.model()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    losses = train(MLP, model, optimizer, "c" * 12)
-    assert losses[-1] < 0.8 * losses[0]
-
-
 @pytest.mark.parametrize("optimizers", [None, []])
 @pytest.mark.parametrize("level", LEVELS)
 def test_inference_needs_no_optimizer(level: str, optimizers: Any) -> None:
@@ -261,11 +248,12 @@ def test_inference_needs_no_optimizer(level: str, optimizers: Any) -> None:
     torch.testing.assert_close(outputs.float(), truth, rtol=0.05, atol=0.05)
 
 
-def test_disabled_touches_nothing_and_yields_the_loss_itself() -> None:
+def test_disabled_touches_nothing_and_yields_the_loss_itself(capsys: pytest.CaptureFixture[str]) -> None:
     model = MLP.model()
     optimizer = sgd(model)
     with left_alone(model, optimizer):
-        amp.initialize(model, optimizer, opt_level="O2", enabled=False, verbosity=0)
+        amp.initialize(model, optimizer, opt_level="O2", enabled=False)
+    assert capsys.readouterr().out == ""
     loss = MLP.loss(model, MLP.batch())
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss is loss
@@ -275,12 +263,6 @@ def test_disabled_touches_nothing_and_yields_the_loss_itself() -> None:
     with amp.disable_casts():
         pass
     assert list(amp.master_params(optimizer)) == list(model.parameters())
-
-
-def test_disabled_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    model = MLP.model()
-    amp.initialize(model, sgd(model), opt_level="O2", enabled=False)
-    assert capsys.readouterr().out == ""
 
 
 # --- what each level leaves behind ----------------------------------------------------------------
@@ -341,13 +323,6 @@ def test_function_casts_leave_inputs_and_outputs_to_the_functions(level: str) ->
     outputs = model(torch.randn(2, 1, 8, 8))
     assert model.seen == torch.float32
     assert outputs.dtype == HALF[level]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_initial_scale(level: str) -> None:
-    model = MLP.model()
-    amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
-    assert scaler_numbers() == (65536.0 if level in ("O1", "O2") else 1.0, 0)
 
 
 @pytest.mark.parametrize("keep", [True, "True", False, "False"])
@@ -415,7 +390,7 @@ def test_parameters_are_the_same_objects_and_in_the_same_order(level: str) -> No
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_stand_in_the_groups_at_once_and_are_the_values_before_the_cast(level: str) -> None:
+def test_masters_are_there_at_once_and_are_the_values_before_the_cast(level: str) -> None:
     model = NORMED_MLP.model()
     exact = [param.detach().clone() for param in model.parameters()]
     optimizer = sgd(model)
@@ -457,18 +432,11 @@ def test_the_stash_that_scripts_read_shows_the_real_parameters() -> None:
     )
     (singles,) = stash.fp32_from_fp32_groups
     assert all(a is b for a, b in zip(singles, [model[1].weight, model[1].bias], strict=True))
-    assert stash.lazy_init_called is True
-    assert stash.params_have_scaled_gradients is False
-
-
-def test_the_stash_shows_them_group_by_group_too() -> None:
-    model = NORMED_MLP.model()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    stash = optimizer._amp_stash
     assert [len(group) for group in stash.fp16_groups] == [3]
     assert [len(group) for group in stash.fp32_from_fp16_groups] == [3]
     assert [len(group) for group in stash.fp32_from_fp32_groups] == [2]
+    assert stash.lazy_init_called is True
+    assert stash.params_have_scaled_gradients is False
 
 
 # --- scripts as people wrote them -----------------------------------------------------------------
@@ -502,18 +470,6 @@ def test_a_second_initialize_brings_new_scalers() -> None:
         "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},
         "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 0},
     }
-
-
-def test_a_skip_reaches_the_first_network_after_the_second_initialize() -> None:
-    first, second = MLP.model(0), MLP.model(1)
-    first_optimizer, second_optimizer = sgd(first), sgd(second)
-    amp.initialize(first, first_optimizer, opt_level="O2", verbosity=0)
-    amp.initialize(second, second_optimizer, opt_level="O2", verbosity=0)
-    before = masters(first_optimizer)
-    train(MLP, first, first_optimizer, "o")
-    assert_bitwise(masters(first_optimizer), before)
-    train(MLP, first, first_optimizer, "c")
-    assert not torch.equal(masters(first_optimizer)[0], before[0])
 
 
 def test_the_loss_id_may_be_positional() -> None:
@@ -572,35 +528,10 @@ def test_a_half_model_under_function_casts_runs_and_trains(level: str, incoming:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", TASKS)
-def test_a_model_on_the_cpu_is_welcome(name: str, level: str) -> None:
-    model = TASKS[name].model()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    backward(TASKS[name].loss(model, TASKS[name].batch()), optimizer)
-    optimizer.step()
-
-
 def test_a_model_with_no_floating_parameter_of_its_own_is_welcome() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Identity())
     amp.initialize(model, opt_level="O2", verbosity=0)
     assert model(torch.randn(2, 3)).dtype == torch.float32
-
-
-def test_init_alone_patches_and_its_handle_undoes() -> None:
-    handle = amp.init()
-    inputs = torch.ones(2, 2)
-    assert torch.mm(inputs, inputs).dtype == torch.float16
-    assert handle.is_active()
-    handle._deactivate()
-    assert torch.mm(inputs, inputs).dtype == torch.float32
-
-
-def test_init_disabled_patches_nothing() -> None:
-    amp.init(enabled=False)
-    inputs = torch.ones(2, 2)
-    assert torch.mm(inputs, inputs).dtype == torch.float32
 
 
 def test_type_checkers_are_told_of_every_option():

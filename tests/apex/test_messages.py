@@ -83,12 +83,6 @@ def test_hard_override_prints_the_error_as_a_warning(
     assert f"Warning:  {text}" in capsys.readouterr().out
 
 
-def test_function_casts_at_another_level_are_told_both_levels_that_have_them() -> None:
-    model, optimizer = pair()
-    with pytest.raises(RuntimeError, match="opt_level='O1'.*opt_level='O4'"):
-        amp.initialize(model, optimizer, opt_level="O5", patch_torch_functions=True, verbosity=0)
-
-
 @pytest.mark.parametrize("value", ["true", "yes", "", 1.5, object()], ids=["true", "yes", "empty", "1.5", "object"])
 def test_keep_batchnorm_fp32_is_a_boolean_or_its_name(value: Any) -> None:
     model, optimizer = pair()
@@ -102,18 +96,12 @@ def test_an_unknown_level_is_named_with_the_levels_that_exist(level: Any) -> Non
     model, optimizer = pair()
     with left_alone(model, optimizer), pytest.raises(RuntimeError) as caught:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    text = str(caught.value)
+    text, note, advice = str(caught.value).partition("the prefix O is the letter O, not the number zero.")
     assert text.startswith(f"Unexpected optimization level {level}. Options are 'O0', 'O1', 'O2', 'O3'")
-    assert "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero." in text
-
-
-@pytest.mark.parametrize("level", ["02", "O2 ", "o1", 2])
-def test_an_unknown_level_is_told_what_to_type(level: Any) -> None:
-    model, optimizer = pair()
-    with pytest.raises(RuntimeError) as caught:
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    _, _, advice = str(caught.value).partition("not the number zero.")
-    assert re.search("opt_level=[\"']O[0-5][\"']", advice)
+    assert text.endswith("Note that in `O0`, `O1`, etc., ")
+    assert note
+    if level in ("02", "O2 ", "o2", 2):
+        assert re.search("opt_level=[\"']O2[\"']", advice)
 
 
 def test_the_switch_of_cudnn_is_required_as_in_apex() -> None:
@@ -136,50 +124,26 @@ def test_a_loss_scale_that_is_no_number_is_a_plain_value_error(value: str) -> No
         amp.initialize(model, optimizer, opt_level="O2", loss_scale=value, verbosity=0)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, "nan", "-inf"])
-def test_a_loss_scale_that_cannot_scale_is_refused_by_name_and_value(level: str, value: Any) -> None:
-    model, optimizer = pair()
-    with left_alone(model, optimizer), pytest.raises((ValueError, RuntimeError)) as caught:
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=value, verbosity=0)
-    text = str(caught.value)
-    assert "loss_scale" in text
-    assert str(value) in text
-    assert "dynamic" in text
+NUMBERS = [
+    *({"loss_scale": value} for value in (float("nan"), float("inf"), -1.0, 0.0, "nan", "-inf")),
+    {"min_loss_scale": 2.0**20, "max_loss_scale": 2.0**10},
+    {"min_loss_scale": float("nan")},
+    {"max_loss_scale": float("nan")},
+    {"min_loss_scale": -1.0},
+    {"max_loss_scale": 0.0},
+    *({"num_losses": value} for value in (0, -1, 1.5, "two")),
+]
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"min_loss_scale": 2.0**20, "max_loss_scale": 2.0**10},
-        {"min_loss_scale": float("nan")},
-        {"max_loss_scale": float("nan")},
-        {"min_loss_scale": -1.0},
-        {"max_loss_scale": 0.0},
-    ],
-    ids=str,
-)
-def test_bounds_of_the_scale_that_leave_no_scale_are_refused_by_name(
-    keywords: dict[str, float],
-) -> None:
+@pytest.mark.parametrize("keywords", NUMBERS, ids=str)
+def test_a_number_that_means_nothing_is_refused_by_name_and_value(keywords: dict[str, Any]) -> None:
     model, optimizer = pair()
-    with left_alone(model, optimizer), pytest.raises((ValueError, RuntimeError)) as caught:
+    with left_alone(model, optimizer), pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **keywords)
     for name, value in keywords.items():
         assert name in str(caught.value)
         assert str(value) in str(caught.value)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "two"])
-def test_the_number_of_losses_is_a_positive_integer(value: Any) -> None:
-    model, optimizer = pair()
-    with (
-        left_alone(model, optimizer),
-        pytest.raises((ValueError, TypeError, RuntimeError)) as caught,
-    ):
-        amp.initialize(model, optimizer, opt_level="O2", num_losses=value, verbosity=0)
-    assert "num_losses" in str(caught.value)
-    assert str(value) in str(caught.value)
+    assert ("dynamic" in str(caught.value)) is ("loss_scale" in keywords)
 
 
 # --- initialize: models and optimizers ------------------------------------------------------------
@@ -199,15 +163,8 @@ def test_optimizers_of_another_shape_are_refused(kind: str) -> None:
     with left_alone(model, optimizer), pytest.raises(TypeError) as caught:
         amp.initialize(model, foreign, opt_level="O2", verbosity=0)
     assert str(caught.value).startswith(OPTIMIZERS_TYPE)
-
-
-def test_a_tuple_of_optimizers_is_named_and_told_what_to_type() -> None:
-    model, optimizer = pair()
-    with pytest.raises(TypeError) as caught:
-        amp.initialize(model, (optimizer,), opt_level="O2", verbosity=0)
-    text = str(caught.value).removeprefix(OPTIMIZERS_TYPE)
-    assert "tuple" in text
-    assert "list" in text
+    if kind == "tuple":
+        assert re.search("tuple.*list", str(caught.value).removeprefix(OPTIMIZERS_TYPE), re.DOTALL)
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "string", "class", "function", "none"])
@@ -261,22 +218,16 @@ def wrapped_text(wrapper: type) -> str:
     )
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_model_inside_data_parallel_is_refused(level: str) -> None:
-    model, optimizer = pair()
-    wrapped = DataParallel(model)
-    with left_alone(model, optimizer), pytest.raises(RuntimeError) as caught:
-        amp.initialize(wrapped, optimizer, opt_level=level, verbosity=0)
-    assert str(caught.value).startswith(wrapped_text(DataParallel))
-
-
 @pytest.mark.usefixtures("one_process_group")
-def test_a_model_inside_distributed_data_parallel_is_refused() -> None:
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_model_in_a_parallel_wrapper_is_refused(level: str, wrapper: Any) -> None:
     model, optimizer = pair()
-    wrapped = DistributedDataParallel(model)
-    with left_alone(model, optimizer), pytest.raises(RuntimeError) as caught:
-        amp.initialize([wrapped], optimizer, opt_level="O2", verbosity=0)
-    assert str(caught.value).startswith(wrapped_text(DistributedDataParallel))
+    wrapped = wrapper(model)
+    for models in (wrapped, [wrapped]):
+        with left_alone(model, optimizer), pytest.raises(RuntimeError) as caught:
+            amp.initialize(models, optimizer, opt_level=level, verbosity=0)
+        assert str(caught.value).startswith(wrapped_text(wrapper))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -410,22 +361,14 @@ def test_verbosity_0_is_silent_through_an_overflow_too(level: str, capfd: pytest
 # --- scale_loss and step --------------------------------------------------------------------------
 
 
-def test_scale_loss_before_initialize_says_so() -> None:
+def test_scale_loss_before_initialize_and_after_close_says_so() -> None:
     model, optimizer = pair()
-    loss = MLP.loss(model, MLP.batch())
-    with pytest.raises(RuntimeError) as caught, amp.scale_loss(loss, optimizer):
-        pass
-    assert str(caught.value).startswith(UNINITIALISED)
-
-
-def test_scale_loss_after_close_says_so_again() -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, verbosity=0)
-    amp.close()
-    loss = MLP.loss(model, MLP.batch())
-    with pytest.raises(RuntimeError) as caught, amp.scale_loss(loss, optimizer):
-        pass
-    assert str(caught.value).startswith(UNINITIALISED)
+    for _ in range(2):
+        loss = MLP.loss(model, MLP.batch())
+        with pytest.raises(RuntimeError, match=starts_with(UNINITIALISED)), amp.scale_loss(loss, optimizer):
+            pass
+        amp.initialize(model, optimizer, verbosity=0)
+        amp.close()
 
 
 def test_a_loss_id_that_no_scaler_has_is_an_index_error_that_names_it() -> None:
@@ -501,14 +444,6 @@ def test_a_closure_runs_where_there_is_nothing_to_scale(level: str) -> None:
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_a_closure_is_refused_while_a_skip_is_pending() -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    backward(MLP.loss(model, MLP.batch()), optimizer, overflow=True)
-    with pytest.raises(RuntimeError, match=starts_with(CLOSURE)):
-        optimizer.step(lambda: None)
-
-
 def test_a_static_scale_that_is_not_skipped_reports_its_overflow_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -523,59 +458,6 @@ def test_a_static_scale_that_is_not_skipped_reports_its_overflow_once(
 
 
 # --- O1 -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["acos_", "cosh_", "exp_", "expm1_", "log_", "rsqrt_", "tan_"])
-def test_an_in_place_function_on_half_is_refused(name: str) -> None:
-    amp.initialize(*pair(), opt_level="O1", verbosity=0)
-    half = torch.full((3,), 0.5, dtype=torch.float16)
-    text = f"Cannot call in-place function {name} with fp16 arguments."
-    with pytest.raises((NotImplementedError, RuntimeError), match=starts_with(text)):
-        getattr(torch, name)(half)
-    assert torch.equal(half, torch.full((3,), 0.5, dtype=torch.float16))
-
-
-@pytest.mark.parametrize(("name", "arguments"), [("exp_", ()), ("erfinv_", ()), ("pow_", (2,)), ("cumsum_", (0,))])
-def test_an_in_place_method_on_half_is_refused(name: str, arguments: tuple[int, ...]) -> None:
-    amp.initialize(*pair(), opt_level="O1", verbosity=0)
-    half = torch.full((3,), 0.5, dtype=torch.float16)
-    text = f"Cannot call in-place method {name} on fp16 Tensors."
-    with pytest.raises((NotImplementedError, RuntimeError), match=starts_with(text)):
-        getattr(half, name)(*arguments)
-    assert torch.equal(half, torch.full((3,), 0.5, dtype=torch.float16))
-
-
-BCE = "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
-
-
-@pytest.mark.parametrize("kind", ["function", "module"])
-def test_binary_cross_entropy_on_half_is_refused_with_the_cure(kind: str) -> None:
-    amp.initialize(*pair(), opt_level="O1", verbosity=0)
-    loss = F.binary_cross_entropy if kind == "function" else nn.BCELoss()
-    with pytest.raises(NotImplementedError) as caught:
-        loss(torch.full((3,), 0.5, dtype=torch.float16), torch.ones(3))
-    text = str(caught.value)
-    assert text.startswith(BCE)
-    assert "BCEWithLogitsLoss" in text
-    assert "amp.register_float_function(torch, 'sigmoid')" in text
-    assert "allow_banned" in text
-
-
-def test_binary_cross_entropy_on_float_is_welcome() -> None:
-    amp.initialize(*pair(), opt_level="O1", verbosity=0)
-    assert F.binary_cross_entropy(torch.full((3,), 0.5), torch.ones(3)).item() == pytest.approx(0.6931, abs=1e-3)
-
-
-def test_allow_banned_runs_binary_cross_entropy_in_float() -> None:
-    amp.initialize(*pair(), opt_level="O1", verbosity=0, allow_banned=True)
-    loss = F.binary_cross_entropy(torch.full((3,), 0.5, dtype=torch.float16), torch.ones(3))
-    assert loss.dtype == torch.float32
-
-
-def test_binary_cross_entropy_on_bfloat16_runs_in_float() -> None:
-    amp.initialize(*pair(), opt_level="O4", verbosity=0)
-    loss = F.binary_cross_entropy(torch.full((3,), 0.5, dtype=torch.bfloat16), torch.ones(3))
-    assert loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["half", "float", "promote"])
@@ -663,22 +545,6 @@ def test_something_that_is_no_state_dict_is_refused_by_name() -> None:
     amp.initialize(*pair(), opt_level="O2", verbosity=0)
     with pytest.raises(TypeError, match="list"):
         amp.load_state_dict([1, 2])
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_a_model_checkpoint_of_another_shape_changes_no_parameter_and_no_master(level: str) -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(MLP, model, optimizer, "cc")
-    saved = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5)).state_dict()
-    untouched = [param for name, param in model.named_parameters() if name.startswith("2.")]
-    before = [param.detach().clone() for param in untouched]
-    masters = [m.detach().clone() for m in amp.master_params(optimizer)][2:]
-    with pytest.raises(RuntimeError, match="2.weight"):
-        model.load_state_dict(saved)
-    assert all(torch.equal(a, b) for a, b in zip(before, untouched, strict=True))
-    now = list(amp.master_params(optimizer))[2:]
-    assert all(torch.equal(a, b) for a, b in zip(masters, now, strict=True))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -438,25 +439,17 @@ def readers():
     }
 
 
-@pytest.mark.parametrize("name", readers())
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [*product(readers(), (F32, F16)), ("adam_capturable", F64)])
 def test_readers_of_the_flag_write_nothing_where_it_is_set(name, dtype):
     op, n, args = readers()[name]
-    lists = [randn(dtype), randn(F32, 1), randn(F32, 2), positive(F32, 3), randn(dtype, 4)][:n]
+    own = F64 if dtype is F64 else F32
+    lists = [randn(dtype), randn(own, 1), randn(F32, 2), positive(F32, 3), randn(dtype, 4)][:n]
     lists[0][0][0, 0] = math.nan
     before = clones(lists)
     call(op, flag(1), lists, *args)
     assert_same(lists, before)
     call(op, flag(0), lists, *args)
     assert not torch.equal(lists[1][3], before[1][3])
-
-
-def test_capturable_adam_of_float64_reads_the_flag_too():
-    lists = adam_lists((F64, F64, F32))
-    before = clones(lists)
-    scalars, inv_scale = capturable()
-    call(amp_C.multi_tensor_adam_capturable, flag(1), lists, *scalars, 1, 1, 0.1, inv_scale)
-    assert_same(lists, before)
 
 
 def test_lamb_mp_writes_nothing_where_its_own_found_inf_is_set():
@@ -610,15 +603,10 @@ def test_a_tensor_that_is_written_twice_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["multi_tensor_adam_capturable", "multi_tensor_lamb", "multi_tensor_lamb_mp"])
-def test_a_gradient_that_is_written_twice_is_refused(name):
+def test_gradients_that_are_written_and_share_memory_are_refused(name):
     lists = [[torch.ones(4), torch.ones(4)] for _ in range(4)]
     lists[0][1] = lists[0][0]
     assert_refused(name, flag(), lists, r"tensor_lists\[0\]\[1\] has the same memory as tensor_lists\[0\]\[0\]")
-
-
-@pytest.mark.parametrize("name", ["multi_tensor_adam_capturable", "multi_tensor_lamb", "multi_tensor_lamb_mp"])
-def test_gradients_that_overlap_partly_are_refused(name):
-    lists = [[torch.ones(4), torch.ones(4)] for _ in range(4)]
     memory = torch.ones(6)
     lists[0] = [memory[:4], memory[2:]]
     assert_refused(name, flag(), lists, r"tensor_lists\[0\]\[1\] shares memory with tensor_lists\[0\]\[0\]")
@@ -640,14 +628,6 @@ def test_a_device_scalar_that_is_none_is_refused(value):
     scalars, inv_scale = capturable()
     with pytest.raises(AmpValueError, match="lr is .*but must be a tensor of one element on cpu"):
         call(amp_C.multi_tensor_adam_capturable, flag(), lists, value, *scalars[1:], 1, 1, 0.1, inv_scale)
-
-
-def test_channels_last_is_walked_like_any_dense_order():
-    lists = [[t.to(memory_format=torch.channels_last) for t in randn(F32, s, shapes=[(2, 3, 4, 5)])] for s in range(3)]
-    lists.append([t.abs() for t in lists[2]])
-    truth = list(adam_truth(lists, 1, 1, 1, 0.1))
-    call(amp_C.multi_tensor_adam, flag(), lists, *ADAM, 1, 1, 1, 0.1)
-    assert_near(lists[1], [p for p, _, _ in truth])
 
 
 def test_parameters_that_require_gradients_are_stepped():

@@ -22,7 +22,6 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground import containers
 from amp_engine.levels.levels import LEVELS
 from tests.models import MLP
-from tests.support import backward
 
 
 def module(name: str) -> ModuleType:
@@ -290,15 +289,3 @@ def test_a_registration_shows_in_the_list() -> None:
     lists.FP16_FUNCS.remove("sigmoid")
     amp.initialize(MLP.model(), opt_level="O1", verbosity=0)
     assert torch.sigmoid(torch.ones(1)).dtype == torch.float32
-
-
-def test_the_package_trains_as_the_engine_does() -> None:
-    model = MLP.model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    apex_amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    first = MLP.loss(model, MLP.batch()).item()
-    for _ in range(5):
-        optimizer.zero_grad()
-        backward(MLP.loss(model, MLP.batch()), optimizer, engine=apex_amp)
-        optimizer.step()
-    assert MLP.loss(model, MLP.batch()).item() < first

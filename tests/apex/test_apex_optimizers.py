@@ -327,14 +327,3 @@ def test_learning_rate_schedulers_work(name: str) -> None:
             rates.append(float(optimizer.param_groups[0]["lr"]))
         assert rates == sorted(rates, reverse=True)
         assert rates[2] < rates[0]
-
-
-@pytest.mark.parametrize("name", MODULES.values())
-def test_zero_grad_is_torchs(name: str) -> None:
-    params = parameters([(3,)])
-    optimizer = getattr(apex_optimizers, name)(params, lr=0.1)
-    give(params, gradients(params, 0))
-    optimizer.zero_grad(set_to_none=False)
-    assert_bitwise(params[0].grad, torch.zeros(3))
-    optimizer.zero_grad(set_to_none=True)
-    assert params[0].grad is None

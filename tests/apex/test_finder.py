@@ -426,25 +426,6 @@ def test_a_child_that_cannot_find_amp_engine_has_that_of_its_parent(tree, tmp_pa
     assert out.stdout.endswith("7.8.9\n")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_processes_of_multiprocessing_have_it(tree, tmp_path, method):
-    script = """
-        import multiprocessing, sys
-        def work(x):
-            import apex
-            return apex.__name__, x
-        if __name__ == "__main__":
-            sys.path.insert(0, TREE)
-            from amp_engine.apex import finder
-            finder.install(children=True)
-            sys.path.remove(TREE)
-            with multiprocessing.get_context(METHOD).Pool(1) as pool:
-                print(pool.map(work, [3]))
-    """.replace("METHOD", repr(method)).replace("TREE", repr(str(tree)))
-    write(tmp_path, {"script.py": script})
-    assert python(tmp_path / "script.py").stdout == "[('amp_engine.apex', 3)]\n"
-
-
 def test_the_sitecustomize_of_the_user_still_runs(tree, tmp_path):
     mine = write(tmp_path / "mine", {"sitecustomize.py": "import sys\nsys.mine = __file__\n"})
     code = "import sys, apex, sitecustomize; print(sys.mine, sitecustomize.__file__, apex.__name__)"

@@ -313,22 +313,6 @@ def test_one_that_was_not_initialized_is_named() -> None:
         pass
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clipping_acts_before_it(level: str) -> None:
-    results = []
-    for clip in (
-        lambda optimizer: amp.clip_grad_norm_(optimizer, 1e-3),
-        lambda optimizer: nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3),
-    ):
-        model, optimizer = started(level, "SGD", loss_scale=2.0**6)
-        backward(MLP.loss(model, MLP.batch(0)), optimizer)
-        norm = clip(optimizer)
-        optimizer.step()
-        results.append((norm, masters(optimizer)))
-        amp.close()
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)
 @pytest.mark.parametrize("afterwards", [False, True])
 def test_gradients_that_delay_unscale_left_scaled_are_unscaled_before_it_adapts(level: str, afterwards: bool) -> None:
@@ -342,48 +326,6 @@ def test_gradients_that_delay_unscale_left_scaled_are_unscaled_before_it_adapts(
         result += masters(optimizer)
         amp.close()
     assert_bitwise(delayed, at_once)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_group_added_later_is_trained(level: str) -> None:
-    model = [MLP.model(0), MLP.model(1)]
-    optimizer = larc(model[0])
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    optimizer.add_param_group({"params": list(model[1].parameters())})
-    before = masters(optimizer)
-    x, y = MLP.batch(0)
-    backward(MLP.loss(model[0], (x, y)) + MLP.loss(model[1], (x, y)), optimizer)
-    optimizer.step()
-    assert all(not torch.equal(a, b) for a, b in zip(masters(optimizer), before, strict=True))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_resumed_run_is_the_run_that_went_on(level: str) -> None:
-    model, optimizer = started(level)
-    train(MLP, model, optimizer, "cc")
-    saved = frozen([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
-    train(MLP, model, optimizer, "cc", first=2)
-    expected = masters(optimizer)
-    amp.close()
-    model, optimizer = started(level)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
-    train(MLP, model, optimizer, "cc", first=2)
-    assert_bitwise(masters(optimizer), expected)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_close_gives_it_back_as_it_was(level: str) -> None:
-    model = MLP.model()
-    optimizer = larc(model)
-    before = frozen(vars(optimizer.optim))
-    with Engine() as engine:
-        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert not optimizer._contexts
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
-    assert set(vars(optimizer.optim)) == set(before)
-    train_plain(model, optimizer, 1)
 
 
 def test_whether_a_step_was_skipped_can_be_asked_of_it() -> None:

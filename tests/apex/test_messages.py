@@ -219,8 +219,9 @@ def wrapped_text(wrapper: type) -> str:
 
 
 @pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
-@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize(
+    ("level", "wrapper"), [("O0", DataParallel), ("O2", DataParallel), ("O2", DistributedDataParallel)]
+)
 def test_a_model_in_a_parallel_wrapper_is_refused(level: str, wrapper: Any) -> None:
     model, optimizer = pair()
     wrapped = wrapper(model)

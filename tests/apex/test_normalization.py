@@ -107,21 +107,6 @@ def test_under_O1_it_runs_in_float32_like_the_functions_of_torch(kind, opt_level
         assert module(input).dtype == (FLOAT if kind in MIXED else low)
 
 
-@pytest.mark.parametrize("kind", [*LAYER, *RMS])
-def test_at_O2_it_is_half_and_trains(kind):
-    model = nn.Sequential(nn.Linear(4, 4), kind(4))
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O2", loss_scale=1.0, verbosity=0
-    )
-    before = [parameter.detach().clone() for parameter in amp.master_params(optimizer)]
-    output = model(torch.randn(8, 4))
-    with amp.scale_loss(output[0, 0], optimizer) as loss:
-        loss.backward()
-    optimizer.step()
-    assert model[1].weight.dtype == HALF
-    assert all(not torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
-
-
 def test_the_functions_take_the_arguments_of_apex():
     input, weight, bias = torch.randn(2, 4, dtype=HALF), torch.rand(4), torch.rand(4)
     layer = F.layer_norm(input.float(), (4,), weight, bias, 1e-6)

@@ -24,7 +24,7 @@ from amp_engine import amp
 from amp_engine.apex import parallel
 from amp_engine.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm
 from amp_engine.apex.parallel.distributed import flat_dist_call
-from tests.models import CNN, MLP, NORMED_MLP
+from tests.models import CNN, MLP
 from tests.ranks import on_ranks
 from tests.support import LEVELS, assert_bitwise, backward, frozen, masters, scaler_numbers, train
 
@@ -496,12 +496,8 @@ def test_conversion_keeps_parameters_buffers_hooks_and_mode() -> None:
     handle.remove()
     model[0](torch.randn(2, 4, 4, 3))
     assert calls == [1]
-
-
-def test_a_batch_norm_by_itself_is_converted() -> None:
-    converted = parallel.convert_syncbn_model(nn.BatchNorm2d(3))
-    assert isinstance(converted, SyncBatchNorm)
-    assert_bitwise(converted(torch.ones(2, 3, 4, 4)), nn.BatchNorm2d(3)(torch.ones(2, 3, 4, 4)))
+    by_itself = parallel.convert_syncbn_model(nn.BatchNorm2d(3))
+    assert_bitwise(by_itself(torch.ones(2, 3, 4, 4)), nn.BatchNorm2d(3)(torch.ones(2, 3, 4, 4)))
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -528,15 +524,11 @@ def test_a_converted_model_trains_as_before_conversion_with_its_norms_in_fp32(le
 # --- names, and what is refused -------------------------------------------------------------------
 
 
-def test_larc_is_the_class_in_the_package_and_in_the_module_of_its_name() -> None:
+def test_each_class_is_in_the_module_where_apex_has_it() -> None:
+    from amp_engine.apex.parallel import distributed, optimized_sync_batchnorm, sync_batchnorm
     from amp_engine.apex.parallel.LARC import LARC
 
     assert parallel.LARC is LARC is amp_engine.optimizers.LARC
-
-
-def test_each_class_is_in_the_module_where_apex_has_it() -> None:
-    from amp_engine.apex.parallel import distributed, optimized_sync_batchnorm, sync_batchnorm
-
     assert distributed.DistributedDataParallel is parallel.DistributedDataParallel
     assert distributed.Reducer is parallel.Reducer
     assert sync_batchnorm.SyncBatchNorm is optimized_sync_batchnorm.SyncBatchNorm is parallel.SyncBatchNorm
@@ -604,17 +596,6 @@ def test_initialize_refuses_a_wrapped_model_in_apexs_words() -> None:
     )
     with pytest.raises(RuntimeError, match=message):
         amp.initialize(wrapped, sgd(wrapped), opt_level="O2", verbosity=0)
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("level", LEVELS)
-def test_larc_trains_a_wrapped_model_at_every_level(level: str) -> None:
-    model = NORMED_MLP.model()
-    optimizer = parallel.LARC(sgd(model))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    start = masters(optimizer)
-    train(NORMED_MLP, DistributedDataParallel(model), optimizer, "ccc")
-    assert all(not torch.equal(a, b) for a, b in zip(masters(optimizer), start, strict=True))
 
 
 @pytest.mark.parametrize("made", [DistributedDataParallel, lambda model: copy.copy(DistributedDataParallel(model))])

@@ -68,13 +68,6 @@ def test_a_written_window_is_when_the_scale_grows() -> None:
     assert scaler().loss_scale() == 2.0**10
 
 
-def test_update_scale_counts_and_never_skips_at_a_static_scale() -> None:
-    static = LossScaler(128.0)
-    static.record_(torch.tensor([True]))
-    assert static.update_scale() is False
-    assert (static.loss_scale(), static._unskipped) == (128.0, 1)
-
-
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)
 def test_has_overflow_tells_of_the_last_backward(level: str) -> None:
     model, optimizer = started(level)
@@ -263,14 +256,6 @@ def test_lazy_init_finds_parameters_that_are_new(level: str) -> None:
     optimizer._amp_lazy_init()
     assert len(optimizer._amp_stash.all_fp16_params) == 3
     assert any(param is model[0].weight for param in optimizer._amp_stash.all_fp16_params)
-
-
-def test_lazy_init_called_may_be_set_to_true() -> None:
-    model, optimizer = started("O2")
-    before = masters(optimizer)
-    optimizer._amp_stash.lazy_init_called = True
-    optimizer._lazy_init_maybe_master_weights()
-    assert_bitwise(masters(optimizer), before)
 
 
 # --- around a backward of one's own ----------------------------------------------------------------

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,9 +21,7 @@ from amp_engine import amp
 from amp_engine.apex import finder
 
 SCRIPTS = Path(__file__).parent / "scripts"
-REPOSITORY = Path(__file__).parents[2]
 LEVELS = ("O0", "O1", "O2", "O3")
-SCHEDULER_FIRST = "ignore:Detected call of `lr_scheduler.step"  # vit_train.py steps it first, as its family does
 LOSS = re.compile(r"\bloss[ =:]*(-?\d+\.\d+|-?inf|nan)\b", re.IGNORECASE)
 
 
@@ -94,11 +90,6 @@ def test_it_resumes_where_it_stopped(run, tmp_path: Path, level: str, optimizer:
     assert rest == whole[2:]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_it_trains_with_the_fused_optimizer(run, level: str) -> None:
-    assert_trained(run("imagenet_main.py", "--opt-level", level, "--fused"))
-
-
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -116,25 +107,6 @@ def test_it_trains_distributed(run, level: str, norm: tuple[str, ...], monkeypat
     printed = run("imagenet_main.py", "--opt-level", level, *norm)
     assert ("using apex synced BN" in printed) == bool(norm)
     assert losses(printed) == pytest.approx(alone, rel=1e-2)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])  # at O3 the scale is static, and nothing catches its overflow
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.filterwarnings(SCHEDULER_FIRST)
-def test_a_loss_scale_written_into_the_scaler_is_used(run, level: str, accumulation: int) -> None:
-    options = ("--gradient_accumulation_steps", accumulation)
-    printed = run("vit_train.py", "--fp16", "--fp16_opt_level", level, *options)
-    assert_trained(printed)
-    scale = float(re.search(r"final scale (\S+)", printed)[1])
-    skipped = printed.count("Gradient overflow.")
-    assert (scale < 2**20) == (skipped > 0)
-    if accumulation == 1:
-        assert scale == 2**20 / 2**skipped
-
-
-@pytest.mark.filterwarnings(SCHEDULER_FIRST)
-def test_the_same_script_without_amp_needs_none_of_it(run) -> None:
-    assert_trained(run("vit_train.py"))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -157,13 +129,6 @@ def test_models_initialised_on_their_own_and_in_lists(run, level: str) -> None:
 @pytest.mark.parametrize("level", ["O0", "O1"])  # at O2 a state_dict is a copy, so this average would stand still
 def test_an_average_copied_from_an_initialised_model(run, level: str) -> None:
     assert_trained(run("model_only.py", "--opt_level", level, "--average", "after"))
-
-
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_data_parallel_after_initialize(run, tmp_path: Path, level: int) -> None:
-    printed = run("msg3d.py", "--half", "--amp-opt-level", level, "--work-dir", tmp_path)
-    assert_trained(printed)
-    assert "saved as torch.float32" in printed
 
 
 # --- language ------------------------------------------------------------------------------------
@@ -189,42 +154,6 @@ def test_overflow_handling_of_its_own_skips_the_step(run, tmp_path: Path, level:
     finite = [loss for loss in losses(printed) if abs(loss) < float("inf")]
     assert len(finite) == len(losses(printed)) - 1
     assert sum(finite[-5:]) < 0.8 * sum(finite[:5])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_fused_norms_and_fused_adam_with_fallbacks(run, level: str) -> None:
-    if level == "O3":
-        pytest.skip("Adam's eps of 1e-6 has one digit in float16: this program never ran at O3")
-    printed = run("fused_norm.py", "--fp16", "--fp16_opt_level", level)
-    assert "fused layer norm" in printed
-    assert_trained(printed)
-
-
-def test_a_script_that_only_borrows_apexs_norms(run) -> None:
-    assert_trained(run("fused_norm.py"))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_functions_registered_by_the_user(run, level: str) -> None:
-    printed = run("register.py", "--opt_level", level)
-    assert_trained(printed)
-    half = "float32" if level == "O0" else "float16"
-    single = "float32" if level in ("O0", "O1") else "float16"
-    assert f"einsum ran in torch.{half}" in printed
-    assert f"sigmoid ran in torch.{single}" in printed
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_decorated_functions(run, level: str) -> None:
-    assert_trained(run("decorators.py", "--opt_level", level))
-
-
-@pytest.mark.parametrize("mode", ["dynamic", "static", "closure", "by_hand"])
-def test_the_years_before_amp(run, tmp_path: Path, mode: str) -> None:
-    printed = run("waveglow_fp16.py", "--mode", mode, "--checkpoint", tmp_path / "waveglow.pt")
-    assert_trained(printed)
-    if mode != "by_hand":
-        assert "masters restored: True" in printed
 
 
 # --- several models, several losses ----------------------------------------------------------------
@@ -271,45 +200,9 @@ def test_delayed_and_plain_accumulation_agree(run, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("schedule", ["by_hand", "scheduler"])
-@pytest.mark.parametrize("norm", ["apex", "none"])
-def test_larc_with_a_schedule(run, level: str, schedule: str, norm: str) -> None:
-    assert_trained(run("larc_ssl.py", "--use_fp16", level, "--schedule", schedule, "--sync_bn", norm))
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
-@pytest.mark.parametrize("hooks", [(), ("--hooks",)], ids=["without_hooks", "with_step_hooks"])
-def test_lookahead_around_another_optimizer(run, level: str, hooks: tuple[str, ...]) -> None:
-    assert_trained(run("lookahead.py", "--opt_level", level, *hooks))
-
-
-def test_larc_with_synced_batch_norm_in_a_group_of_processes(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_rank(monkeypatch)
-    assert_trained(run("larc_ssl.py", "--use_fp16", "O1"))
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_framework_that_reads_private_state(run, level: str) -> None:
     printed = run("catalyst_like.py", "--opt_level", level)
     assert_trained(printed)
     assert f"opt_level {level} masters {[False, None, True, False][int(level[1])]}" in printed
     assert f"patches {level == 'O1'} scalers 1" in printed
     assert ("after the end: torch.float32" in printed) == (level == "O1")
-
-
-# --- the runner ------------------------------------------------------------------------------------
-
-
-def test_the_runner_runs_the_same_script_in_a_process_of_its_own(run) -> None:
-    command = [sys.executable, "-m", "amp_engine.apex", str(SCRIPTS / "imagenet_main.py"), "--opt-level", "O2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout) == pytest.approx(losses(run("imagenet_main.py", "--opt-level", "O2")), rel=1e-3)
-
-
-def test_without_the_runner_the_script_says_that_apex_is_missing() -> None:
-    command = [sys.executable, str(SCRIPTS / "imagenet_main.py"), "--opt-level", "O2"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Please install apex" in done.stderr

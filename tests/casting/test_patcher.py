@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import rnn
 from torch.optim import optimizer as optimizer_hooks
 
@@ -299,19 +299,6 @@ def test_a_registration_does_not_defeat_the_ban() -> None:
     assert_same(picture(), before)
 
 
-# --- compilers ------------------------------------------------------------------------------------
-
-
-def network() -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
-
-    def run(x: Tensor) -> Tensor:
-        y = model(x)
-        return (y @ y.t() + x.float()).softmax(-1).sum()
-
-    return model, run
-
-
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "group_norm"])
 def test_a_registration_wins_over_listed_functions_inside_of_it(name: str, low: torch.dtype) -> None:
     casts = installed(low, ("half", F, name))
@@ -326,31 +313,3 @@ def test_inside_a_registered_function_that_is_in_no_list_the_lists_hold(library:
     casts = installed(low, ("half", library, "function"))
     assert library.function(X) == (low, torch.float32)
     casts.remove()
-
-
-@pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_compiled_model_runs_and_trains_as_the_eager_one(fullgraph: bool, casts: FunctionCasts) -> None:
-    model, run = network()
-    compiled, x = torch.compile(run, backend="aot_eager", fullgraph=fullgraph), torch.ones(4, 4)
-    losses = {"compiled": compiled(x)}
-    assert len(casts.cache) == 0, "only the eager run keeps casts"
-    losses["eager"] = run(x)
-    grads = {name: torch.autograd.grad(loss, list(model.parameters())) for name, loss in losses.items()}
-    torch.testing.assert_close(losses["compiled"], losses["eager"])
-    torch.testing.assert_close(grads["compiled"], grads["eager"], rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.usefixtures("dynamo")
-def test_compiled_functions_follow_install_and_remove(low: torch.dtype) -> None:
-    def products(x: Tensor) -> tuple[Tensor, ...]:
-        return x @ x, x.mm(x), torch.mm(x, x), F.linear(x, x)
-
-    compiled = torch.compile(products, backend="eager", fullgraph=True)
-    casts = FunctionCasts(low)
-    for _ in range(2):
-        assert {y.dtype for y in compiled(X)} == {torch.float32}
-        casts.install()
-        assert {y.dtype for y in compiled(X)} == {low}
-        casts.remove()
-    assert {y.dtype for y in compiled(X)} == {torch.float32}

@@ -187,21 +187,6 @@ def test_a_compiled_model_follows_the_level_through_initialize_and_close() -> No
         assert_bitwise(run(x), model(x))
 
 
-def test_evaluation_before_and_between_training_gives_the_weights_their_gradient() -> None:
-    x, model = FUNCTIONAL.batch()[0], FUNCTIONAL.model()
-    amp.initialize(model, opt_level="O1", verbosity=0)
-    run = compiled(model)
-    for _ in range(2):
-        with torch.no_grad():
-            run(x)
-        model.zero_grad()
-        run(x).float().sum().backward()
-        gradients = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        model(x).float().sum().backward()
-        assert_bitwise(gradients, [p.grad for p in model.parameters()])
-
-
 @pytest.mark.parametrize("product", [lambda x: x @ x, lambda x: x.matmul(x)], ids=["operator", "method"])
 def test_a_compiled_operator_follows_initialize_and_close(product: Callable[[Tensor], Tensor]) -> None:
     """Dynamo guards functions of a module, but neither operators nor methods."""
@@ -250,16 +235,6 @@ def test_casts_that_were_off_at_the_first_call_come_on() -> None:
         assert run(x).dtype == torch.float32
     assert_bitwise(run(x), model(x))
     assert run(x).dtype == torch.float16
-
-
-def test_casts_of_an_engine_in_a_context_end_with_it() -> None:
-    x, model, plain = FUNCTIONAL.batch()[0], FUNCTIONAL.model(), outputs_of(None)
-    run = compiled(model)
-    for _ in range(2):
-        with Engine() as engine:
-            engine.initialize(model, opt_level="O4", verbosity=0)
-            assert run(x).dtype == torch.bfloat16
-        assert_bitwise(run(x), plain)
 
 
 # --- functions, operators, methods ----------------------------------------------------------------

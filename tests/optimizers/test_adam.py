@@ -63,15 +63,6 @@ def test_without_bias_correction(adam_w_mode: bool) -> None:
     assert_twice_as_good("FusedAdam", bias_correction=False, adam_w_mode=adam_w_mode, weight_decay=0.05)
 
 
-def test_the_first_step_of_a_default_adam_is_lr_long() -> None:
-    params = parameters([(50,)])
-    start = params[0].detach().clone()
-    optimizer = FusedAdam(params)
-    give(params, gradients(params, 0))
-    optimizer.step()
-    torch.testing.assert_close((params[0].detach() - start).abs(), torch.full((50,), 1e-3), rtol=1e-3, atol=2e-7)
-
-
 # --- learning rates -------------------------------------------------------------------------------
 
 
@@ -87,19 +78,6 @@ def test_a_learning_rate_may_be_a_tensor_that_changes_in_place() -> None:
         run(by_number, [index])
         torch.testing.assert_close(params, others, rtol=1e-6, atol=1e-7)
     assert by_tensor.param_groups[0]["lr"] is lr
-
-
-def test_a_scheduler_steps_a_learning_rate_that_is_a_tensor() -> None:
-    params, others = parameters(), parameters()
-    lr = torch.tensor(2.0**-5)
-    by_tensor, by_number = FusedAdam(params, lr=lr), FusedAdam(others, lr=2.0**-5)
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in (by_tensor, by_number)]
-    for index in range(6):
-        for optimizer, scheduler in zip((by_tensor, by_number), schedulers, strict=True):
-            run(optimizer, [index])
-            scheduler.step()
-        torch.testing.assert_close(params, others, rtol=1e-6, atol=1e-7)
-    assert lr.item() == 2.0**-8
 
 
 def test_a_negative_learning_rate_in_a_tensor_is_refused() -> None:
@@ -203,20 +181,6 @@ def test_settings_that_torch_does_not_save_keep_what_the_constructor_was_given()
     fused.load_state_dict(torchs.state_dict())
     assert fused.param_groups[0]["bias_correction"] is False
     run(fused, [1])
-
-
-@pytest.mark.parametrize("key", ["bias_correction", "betas", "eps", "weight_decay"])
-def test_a_key_that_no_saved_group_has_is_no_key_error(key: str) -> None:
-    params, others = parameters(), parameters()
-    optimizer, untouched = made("FusedAdam", params), made("FusedAdam", others)
-    run(optimizer, range(2))
-    run(untouched, range(4))
-    saved = copy.deepcopy(optimizer.state_dict())
-    del saved["param_groups"][0][key]
-    again = made("FusedAdam", params)
-    again.load_state_dict(saved)
-    run(again, range(2, 4))
-    assert_bitwise(params, others)
 
 
 def test_a_run_with_amsgrad_is_not_continued_as_if_it_had_none() -> None:

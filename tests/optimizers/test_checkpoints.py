@@ -159,17 +159,6 @@ def test_any_setting_missing_from_a_saved_group_is_the_constructors(name: str) -
     assert_bitwise(params, others)
 
 
-@EVERY
-def test_groups_that_do_not_fit_are_refused_as_by_torch(name: str) -> None:
-    first, second = made(name, parameters([(3,)])), made(name, parameters([(3,), (4,)]))
-    run(first, range(1))
-    run(second, range(1))
-    before = optimizer_values(second)
-    with pytest.raises(ValueError, match="group"):
-        second.load_state_dict(first.state_dict())
-    assert_bitwise(optimizer_values(second), before)
-
-
 UNKNOWN = {
     "FusedSGD": (torch.optim.SGD, {"lr": 0.05, "maximize": True}),
     "FusedAdam": (torch.optim.AdamW, {"lr": 0.05, "maximize": True}),
@@ -227,24 +216,6 @@ def test_a_copy_zeroes_gradients_as_the_original_does(name: str, set_grad_none: 
     param.grad = torch.ones(3)
     other.zero_grad()
     assert (param.grad is None) == set_grad_none
-
-
-@EVERY
-def test_its_representation_names_the_class_and_its_settings(name: str) -> None:
-    text = repr(made(name, parameters()))
-    assert text.startswith(name)
-    assert f"lr: {TYPICAL[name]['lr']}" in text
-
-
-@EVERY
-def test_hooks_of_the_user_around_saving_and_loading_run(name: str) -> None:
-    optimizer = made(name, parameters())
-    seen: list[str] = []
-    optimizer.register_state_dict_post_hook(lambda *_: seen.append("saved"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == ["saved", "before", "after"]
 
 
 @EVERY

@@ -11,7 +11,6 @@ from torch import Tensor
 from amp_engine.optimizers import FusedLAMB
 from tests.optimizers.formulas import Formula
 from tests.optimizers.support import all_settings, assert_twice_as_good, give, gradients, parameters
-from tests.support import assert_bitwise, frozen
 
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {"lr": 1e-3},
@@ -69,25 +68,3 @@ def test_a_tensor_of_zeros_and_a_gradient_of_zeros_are_stepped_without_a_ratio()
         give(params, grads)
         optimizer.step()
     torch.testing.assert_close([param.detach().double() for param in params], truth.params, rtol=1e-5, atol=1e-6)
-
-
-def test_all_gradients_zero_do_no_harm() -> None:
-    params = parameters()
-    optimizer = FusedLAMB(params, lr=0.02, weight_decay=0.0)
-    before = frozen(params)
-    give(params, [torch.zeros_like(param) for param in params])
-    optimizer.step()
-    assert_bitwise(params, before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.01])
-def test_gradients_are_not_overwritten(max_grad_norm: float, dtype: torch.dtype) -> None:
-    params = parameters(dtype=dtype)
-    optimizer = FusedLAMB(params, max_grad_norm=max_grad_norm)
-    for index in range(3):
-        give(params, gradients(params, index))
-        held = [param.grad for param in params]
-        optimizer.step()
-        assert all(param.grad is grad for param, grad in zip(params, held, strict=True))
-        assert_bitwise(held, gradients(params, index))

@@ -53,28 +53,6 @@ def test_a_parameter_whose_first_gradient_comes_late_starts_with_its_own_norm() 
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [0, 1, 4])
-def test_a_state_dict_from_before_or_after_the_first_step_loads(steps: int) -> None:
-    params, others = parameters(), parameters()
-    run(made("FusedNovoGrad", others), range(steps + 3))
-    first = made("FusedNovoGrad", params)
-    run(first, range(steps))
-    saved = copy.deepcopy(first.state_dict())
-    second = made("FusedNovoGrad", params)
-    second.load_state_dict(saved)
-    run(second, range(steps, steps + 3))
-    assert_bitwise(params, others)
-
-
-def test_loading_its_own_state_dict_before_the_first_step_changes_nothing() -> None:
-    params, others = parameters(), parameters()
-    optimizer = made("FusedNovoGrad", params)
-    optimizer.load_state_dict(optimizer.state_dict())
-    run(optimizer, range(3))
-    run(made("FusedNovoGrad", others), range(3))
-    assert_bitwise(params, others)
-
-
 def test_the_second_moment_is_the_norm_and_not_its_square() -> None:
     params = parameters([(4,)])
     optimizer = FusedNovoGrad(params)

@@ -8,16 +8,12 @@ import pytest
 import torch
 
 from amp_engine.optimizers import FusedSGD
-from tests.optimizers.formulas import Formula
 from tests.optimizers.support import (
     LONG,
     SHAPES,
-    all_settings,
-    assert_follows,
     assert_twice_as_good,
     give,
     gradients,
-    mixed_parameters,
     parameters,
 )
 from tests.support import assert_bitwise
@@ -67,17 +63,6 @@ def test_a_first_gradient_that_comes_late_starts_its_own_buffer_and_no_other(lat
     assert_bitwise(buffers(fused, ours), buffers(torchs, theirs))
 
 
-def test_gradients_that_come_and_go_are_bitwise_torch() -> None:
-    ours, theirs = parameters(), parameters()
-    fused, torchs = FusedSGD(ours, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
-    for index in range(12):
-        for params, optimizer in ((ours, fused), (theirs, torchs)):
-            grads = gradients(params, index)
-            give(params, [grad if (index + row) % 3 else None for row, grad in enumerate(grads)])
-            optimizer.step()
-    assert_bitwise(ours, theirs)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -125,15 +110,6 @@ def test_without_momentum_there_is_no_buffer() -> None:
     assert not any(
         isinstance(value, torch.Tensor) and value.numel() > 1 for s in saved.values() for value in s.values()
     )
-
-
-def test_half_parameters_are_stepped_in_float32_and_rounded_once() -> None:
-    params = mixed_parameters()
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    optimizer = FusedSGD(params, **settings)
-    truth = Formula("FusedSGD", [(params, all_settings("FusedSGD", **settings))], torch.float64)
-    for index in range(10):
-        assert_follows(optimizer, truth, gradients(params, index), f"step {index}")
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -96,14 +96,6 @@ def test_order_names_and_defaults_of_the_arguments_are_those_of_apex(name: str) 
     assert all(argument.kind is argument.KEYWORD_ONLY for argument in given[len(expected) + 1 :])
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_positional_arguments_mean_what_they_mean_in_apex(name: str) -> None:
-    values = [0.1 if value is REQUIRED else value for value in SIGNATURES[name].values()]
-    by_position = CLASSES[name](one(), *values)
-    by_name = CLASSES[name](one(), **dict(zip(SIGNATURES[name], values, strict=True)))
-    assert_bitwise(by_position.defaults, by_name.defaults)
-
-
 # --- refused --------------------------------------------------------------------------------------
 
 
@@ -135,11 +127,6 @@ def test_sgd_takes_its_learning_rates_from_groups_that_have_one_each() -> None:
     assert [group["lr"] for group in ours.param_groups] == [0.25, 0.5]
     with pytest.raises(ValueError, match="didn't specify a value of required optimization parameter lr"):
         ours.add_param_group({"params": one()})
-
-
-def test_a_group_without_a_required_learning_rate_is_refused_as_by_torch() -> None:
-    with pytest.raises(ValueError, match="didn't specify a value of required optimization parameter lr"):
-        optimizers.FusedSGD([{"params": one(), "lr": 0.25}, {"params": one()}])
 
 
 @pytest.mark.parametrize("given", [{"momentum": 0}, {"momentum": 0.9, "dampening": 0.5}])
@@ -175,18 +162,6 @@ def test_betas_out_of_range_are_refused_with_what_was_typed(name: str, betas: tu
 def test_norms_other_than_2_and_infinity_are_refused_with_what_was_typed(norm_type: int) -> None:
     with pytest.raises((RuntimeError, ValueError), match=rf"norm_type.*{norm_type}|norm.*{norm_type}"):
         optimizers.FusedNovoGrad(one(), norm_type=norm_type)
-
-
-@pytest.mark.parametrize("key", ["grads", "output_params", "scale", "grad_norms"])
-@pytest.mark.parametrize("name", CLASSES)
-def test_arguments_of_ancient_steps_are_refused_by_name(name: str, key: str) -> None:
-    params = one()
-    optimizer = made(name, params)
-    give(params, gradients(params, 0))
-    before = frozen(params)
-    with pytest.raises((TypeError, RuntimeError), match=key):
-        optimizer.step(**{key: [torch.ones(3)]})
-    assert_bitwise(params, before)
 
 
 @pytest.mark.parametrize("name", CLASSES)

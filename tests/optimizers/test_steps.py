@@ -6,7 +6,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.optimizers.formulas import FORMULAS, Formula
 from tests.optimizers.support import (
     CLASSES,
     HALVES,
-    LONG,
     STATE,
     all_settings,
     assert_follows,
@@ -192,19 +190,6 @@ def test_without_a_scaler_a_nan_is_not_hidden(name: str) -> None:
 
 
 @EVERY
-def test_the_number_of_threads_changes_no_bit(name: str) -> None:
-    ends = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        params = parameters([(3,), *LONG, (257, 129)])
-        run(made(name, params), range(3))
-        ends.append(frozen(params))
-    torch.set_num_threads(1)
-    assert_bitwise(ends[1], ends[0])
-    assert_bitwise(ends[2], ends[0])
-
-
-@EVERY
 def test_an_optimizer_that_has_stepped_is_not_kept_alive(name: str) -> None:
     params = parameters([(5,)])
     optimizer = made(name, params)
@@ -251,6 +236,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "reversed memory": lambda grad: grad.flip(0).contiguous().flip(0),
     "inside of a larger one": lambda grad: nn.functional.pad(grad, (1, 2))[..., 1:-2],
     "off by one element": lambda grad: torch.cat([torch.zeros(1), grad.flatten()])[1:].view(grad.shape),
+    "expanded": lambda grad: grad[:1].expand_as(grad),
 }
 
 
@@ -260,20 +246,9 @@ def test_a_gradient_may_lie_in_memory_as_it_likes(name: str, layout: str) -> Non
     params, others = parameters([(6, 4, 3, 5)]), parameters([(6, 4, 3, 5)])
     optimizer, contiguous = made(name, params), made(name, others)
     for index in range(3):
-        grads = gradients(params, index)
-        params[0].grad = LAYOUTS[layout](grads[0])
-        optimizer.step()
-        run(contiguous, [index])
-        assert_bitwise(params, others)
-
-
-@EVERY
-def test_an_expanded_gradient_is_stepped_as_what_it_shows(name: str) -> None:
-    params, others = parameters([(6, 4)]), parameters([(6, 4)])
-    optimizer, contiguous = made(name, params), made(name, others)
-    for _ in range(3):
-        row = torch.arange(1.0, 5.0)
-        params[0].grad, others[0].grad = row.expand(6, 4), row.repeat(6, 1)
+        (grad,) = gradients(params, index)
+        params[0].grad = LAYOUTS[layout](grad)
+        others[0].grad = params[0].grad.contiguous()
         optimizer.step()
         contiguous.step()
         assert_bitwise(params, others)
@@ -297,22 +272,6 @@ def test_parameters_may_be_channels_last_or_transposed(name: str, dtype: torch.d
             grads = [torch.empty_like(param).copy_(grad) for param, grad in zip(params, grads, strict=True)]
         assert_follows(optimizer, truth, grads, f"step {index}")
     assert [param.stride() for param in params] == strides
-
-
-@EVERY
-def test_a_convolution_in_channels_last_trains_as_in_contiguous_memory(name: str) -> None:
-    def trained(memory_format: torch.memory_format) -> list[Tensor]:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=memory_format)
-        optimizer = made(name, model.parameters())
-        images = torch.randn(2, 3, 8, 8).contiguous(memory_format=memory_format)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(images).square().mean().backward()
-            optimizer.step()
-        return [param.detach().contiguous() for param in model.parameters()]
-
-    torch.testing.assert_close(trained(torch.channels_last), trained(torch.contiguous_format), rtol=1e-3, atol=1e-4)
 
 
 @EVERY
@@ -363,12 +322,7 @@ def test_empty_tensors_take_part_without_harm_and_count_their_steps_as_in_torch(
     saved = optimizer.state_dict()["state"]
     if "step" in saved[2]:
         assert [saved[row]["step"].item() for row in range(3)] == [3.0] * 3
-
-
-@EVERY
-def test_an_optimizer_of_empty_tensors_alone_steps(name: str) -> None:
-    params = parameters([(0,), (0, 3)])
-    run(made(name, params), range(2))
+    run(made(name, parameters([(0,), (0, 3)])), range(2))
 
 
 @EVERY
@@ -421,41 +375,19 @@ def test_a_closure_is_evaluated_with_gradients_on_and_its_value_returned(name: s
     assert optimizer.step(closure=closure) is not None
 
 
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
-    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
-    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 6),
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(
-        optimizer, 0.05, total_steps=8, cycle_momentum="betas" in optimizer.defaults or "momentum" in optimizer.defaults
-    ),
-    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.05, 3, cycle_momentum=False),
-}
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @EVERY
-def test_a_scheduler_is_followed_and_warns_of_nothing(name: str, scheduler: str) -> None:
+def test_a_scheduler_is_followed_and_warns_of_nothing(name: str) -> None:
     params = parameters()
     optimizer, truth = made(name, params), formula(name, params)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        schedule = SCHEDULERS[scheduler](optimizer)
+        cycles = "betas" in optimizer.defaults or "momentum" in optimizer.defaults
+        schedule = lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8, cycle_momentum=cycles)
         for index in range(6):
             (group,) = optimizer.param_groups
             truth.set(**{key: group[key] for key in ("lr", "betas", "momentum") if key in group})
             assert_follows(optimizer, truth, gradients(params, index), f"step {index}")
             schedule.step()
-
-
-@EVERY
-def test_hooks_around_the_step_run_once_each(name: str) -> None:
-    params = parameters()
-    optimizer = made(name, params)
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    run(optimizer, range(2))
-    assert seen == ["before", "after"] * 2
 
 
 # --- torch.amp.GradScaler -------------------------------------------------------------------------
@@ -477,22 +409,6 @@ def test_grad_scaler_of_torch_drives_it_and_a_power_of_two_changes_no_bit(name: 
         scaler.update()
         plain.step()
         assert_bitwise(params, others)
-
-
-@EVERY
-def test_grad_scaler_of_torch_skips_a_step_that_overflowed(name: str) -> None:
-    params = parameters()
-    optimizer = made(name, params)
-    run(optimizer, range(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    before = optimizer_values(optimizer)
-    give(params, gradients(params, 2))
-    scaler.scale(torch.ones(()))
-    params[2].grad[3] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    assert_bitwise(optimizer_values(optimizer), before)
-    assert scaler.get_scale() == 2.0**9
 
 
 def test_every_optimizer_has_a_formula() -> None:

@@ -45,9 +45,6 @@ class WeightCache:
         self._entries: dict[int, _Entry] = {}
         self._clears = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def kept(self) -> list[Tensor]:
         """Return the casts."""
         return [entry.cast for entry in list(self._entries.values())]
@@ -96,9 +93,6 @@ class NativeWeightCache(WeightCache):
 
     def __init__(self, casts: Any) -> None:
         self.native = casts.WeightCache()
-
-    def __len__(self) -> int:
-        return len(self.native)
 
     def kept(self) -> list[Tensor]:
         """Return the casts."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from amp_engine import amp
+from tests.apex.test_initialize import NAMES, TABLE
 from tests.models import MLP
 from tests.support import backward, left_alone, scaler_numbers, train
 
@@ -281,25 +282,10 @@ BRIEFS = {
     "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
     "O3": "O3:  Pure FP16 training.",
 }
-NAMES = (
-    "enabled",
-    "opt_level",
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
-DEFAULTS = {
-    "O0": (True, "O0", torch.float32, False, None, False, 1.0),
-    "O1": (True, "O1", None, True, None, None, "dynamic"),
-    "O2": (True, "O2", torch.float16, False, True, True, "dynamic"),
-    "O3": (True, "O3", torch.float16, False, False, False, 1.0),
-}
 
 
 def announcement(level: str, **overrides: Any) -> str:
-    defaults = dict(zip(NAMES, DEFAULTS[level], strict=True))
+    defaults = dict(zip(NAMES, TABLE[level], strict=True))
     final = {**defaults, **overrides}
     lines = [f"Selected optimization level {BRIEFS[level]}", ""]
     lines += ["Defaults for this optimization level are:"]

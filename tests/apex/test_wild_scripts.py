@@ -119,18 +119,6 @@ def test_a_wrapped_scaler_clips_saves_and_resumes(run, tmp_path: Path, level: st
     assert losses(resumed) == losses(printed)[30:]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_models_initialised_on_their_own_and_in_lists(run, level: str) -> None:
-    printed = run("model_only.py", "--opt_level", level, "--average", "in_list")
-    assert_trained(printed)
-    assert "frozen output torch.float" in printed
-
-
-@pytest.mark.parametrize("level", ["O0", "O1"])  # at O2 a state_dict is a copy, so this average would stand still
-def test_an_average_copied_from_an_initialised_model(run, level: str) -> None:
-    assert_trained(run("model_only.py", "--opt_level", level, "--average", "after"))
-
-
 # --- language ------------------------------------------------------------------------------------
 
 
@@ -165,20 +153,6 @@ def test_lists_of_models_and_optimizers_with_three_losses(run, level: str, names
     printed = run("cyclegan.py", "--opt_level", level, *names)
     assert_trained(printed)
     assert "losses tracked: 3" in printed
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_gan_with_a_gradient_penalty(run, level: str) -> None:
-    assert_trained(run("stylegan2.py", "--fp16", "--opt_level", level))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("attack", ["pgd", "free", "disable_casts"])
-@pytest.mark.parametrize("scale", ["1.0", "dynamic"])
-def test_adversarial_training(run, level: str, attack: str, scale: str) -> None:
-    options = ["--master-weights"] if level == "O2" else []
-    printed = run("adversarial.py", "--opt-level", level, "--attack", attack, "--loss-scale", scale, *options)
-    assert_trained(printed)
 
 
 # --- accumulation, layer-wise rates, runtimes that look inside -------------------------------------

@@ -310,10 +310,9 @@ def test_fused_adam_goes_on_from_a_state_dict_of_torchs_adam(theirs: Any, level:
         torch.testing.assert_close(master.detach(), p.detach(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", MODULES.values())
-def test_learning_rate_schedulers_work(name: str) -> None:
+def test_learning_rate_schedulers_work_where_the_rate_is_a_tensor() -> None:
     params = parameters([(3,)])
-    optimizer = getattr(apex_optimizers, name)(params, lr=0.5)
+    optimizer = FusedMixedPrecisionLamb(params, lr=0.5)
     for scheduler in (
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),

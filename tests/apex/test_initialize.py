@@ -23,6 +23,7 @@ from tests.support import (
     left_alone,
     masters,
     scaler_numbers,
+    started,
     train,
     weights_of,
 )
@@ -132,8 +133,7 @@ TABLE = {
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_each_level_has_its_properties_in_print_order(level: str) -> None:
-    model = MLP.model()
-    amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    model, _ = started(level, task=MLP)
     options = amp._amp_state.opt_properties.options
     assert list(options)[: len(NAMES)] == NAMES
     assert tuple(options.values())[: len(NAMES)] == TABLE[level]
@@ -328,8 +328,7 @@ def test_function_casts_leave_inputs_and_outputs_to_the_functions(level: str) ->
 @pytest.mark.parametrize("keep", [True, "True", False, "False"])
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_keep_batchnorm_fp32_is_obeyed(level: str, keep: Any) -> None:
-    model = CNN.model()
-    amp.initialize(model, sgd(model), opt_level=level, keep_batchnorm_fp32=keep, verbosity=0)
+    model, _ = started(level, task=CNN, keep_batchnorm_fp32=keep)
     kept = keep in (True, "True")
     expected = torch.float32 if kept else WEIGHT_DTYPE[level]
     assert model.norm.weight.dtype == model.norm.running_var.dtype == expected
@@ -339,8 +338,7 @@ def test_keep_batchnorm_fp32_is_obeyed(level: str, keep: Any) -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_cast_model_type_overrides_the_type_of_the_level(level: str) -> None:
-    model = MLP.model()
-    amp.initialize(model, sgd(model), opt_level=level, cast_model_type=torch.bfloat16, verbosity=0)
+    model, _ = started(level, task=MLP, cast_model_type=torch.bfloat16)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     assert model(MLP.batch()[0]).dtype == torch.float32
 
@@ -373,8 +371,7 @@ def test_cast_model_type_false_leaves_the_model_and_keeps_the_rest(level: str) -
     ],
 )
 def test_cast_model_outputs_is_the_type_of_the_outputs(level: str, wanted: torch.dtype) -> None:
-    model = MLP.model()
-    amp.initialize(model, sgd(model), opt_level=level, cast_model_outputs=wanted, verbosity=0)
+    model, _ = started(level, task=MLP, cast_model_outputs=wanted)
     assert model(MLP.batch()[0]).dtype == wanted
 
 
@@ -405,9 +402,7 @@ def test_masters_are_there_at_once_and_are_the_values_before_the_cast(level: str
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
 def test_without_masters_the_groups_hold_the_parameters_of_the_model(level: str) -> None:
-    model = MLP.model()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(level, task=MLP)
     assert all(a is b for a, b in zip(amp.master_params(optimizer), model.parameters(), strict=True))
 
 
@@ -420,9 +415,7 @@ def test_master_params_is_lazy_and_takes_any_optimizer() -> None:
 
 
 def test_the_stash_that_scripts_read_shows_the_real_parameters() -> None:
-    model = NORMED_MLP.model()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = started("O2")
     stash = optimizer._amp_stash
     halves = [param for param in model.parameters() if param.dtype == torch.float16]
     assert all(a is b for a, b in zip(stash.all_fp16_params, halves, strict=True))
@@ -473,9 +466,7 @@ def test_a_second_initialize_brings_new_scalers() -> None:
 
 
 def test_the_loss_id_may_be_positional() -> None:
-    model = MLP.model()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    model, optimizer = started("O2", task=MLP, num_losses=2)
     with amp.scale_loss(MLP.loss(model, MLP.batch()), optimizer, 1) as scaled_loss:
         scaled_loss.backward()
     assert scaler_numbers(0) == (65536.0, 0)

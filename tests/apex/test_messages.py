@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from amp_engine import amp
 from tests.apex.test_initialize import NAMES, TABLE
 from tests.models import MLP
-from tests.support import backward, left_alone, scaler_numbers, train
+from tests.support import backward, left_alone, scaler_numbers, started, train
 
 UNINITIALISED = (
     "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  "
@@ -234,8 +234,7 @@ def test_a_model_in_a_parallel_wrapper_is_refused(level: str, wrapper: Any) -> N
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_an_optimizer_is_taken_once(level: str) -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(level, task=MLP)
     with left_alone(model, optimizer), pytest.raises(RuntimeError, match=starts_with(TWICE)):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
@@ -261,8 +260,7 @@ def test_an_uninitialised_lazy_module_is_named_and_told_what_to_do(level: str) -
 
 
 def test_a_refused_call_leaves_the_running_engine_at_work() -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = started("O2", task=MLP)
     train(MLP, model, optimizer, "cc")
     other, other_optimizer = pair(1)
     for keywords in ({"opt_level": "O7"}, {"loss_scale": float("nan")}, {"num_losses": 0}):
@@ -339,8 +337,7 @@ def test_the_bfloat16_levels_announce_themselves_in_the_same_form(
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_verbosity_0_is_silent_through_an_overflow_too(level: str, capfd: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(level, task=MLP)
     train(MLP, model, optimizer, "coc")
     assert capfd.readouterr() == ("", "")
 
@@ -359,8 +356,7 @@ def test_scale_loss_before_initialize_and_after_close_says_so() -> None:
 
 
 def test_a_loss_id_that_no_scaler_has_is_an_index_error_that_names_it() -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    model, optimizer = started("O2", task=MLP, num_losses=2)
     loss = MLP.loss(model, MLP.batch())
     with pytest.raises(IndexError) as caught, amp.scale_loss(loss, optimizer, loss_id=2):
         pass
@@ -417,8 +413,7 @@ def test_a_closure_is_refused_and_nothing_moves(level: str, keywords: dict[str, 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
 def test_a_closure_runs_where_there_is_nothing_to_scale(level: str) -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(level, task=MLP)
     before = [param.detach().clone() for param in model.parameters()]
 
     def closure() -> torch.Tensor:
@@ -516,8 +511,7 @@ def test_an_unexpected_key_is_refused_by_name() -> None:
     ids=["nan", "zero", "text", "no unskipped", "number"],
 )
 def test_a_scaler_entry_of_another_form_is_refused_and_changes_nothing(saved: Any) -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = started("O2", task=MLP)
     before = amp.state_dict()
     with (
         left_alone(model, optimizer),
@@ -536,8 +530,7 @@ def test_something_that_is_no_state_dict_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_assigning_a_checkpoint_over_half_weights_is_refused_with_the_reason(level: str) -> None:
-    model, optimizer = pair()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(level, task=MLP)
     saved = model.state_dict()
     with (
         left_alone(model, optimizer),

@@ -26,7 +26,7 @@ from amp_engine.apex.parallel import DistributedDataParallel, Reducer, SyncBatch
 from amp_engine.apex.parallel.distributed import flat_dist_call
 from tests.models import CNN, MLP
 from tests.ranks import on_ranks
-from tests.support import LEVELS, assert_bitwise, backward, frozen, masters, scaler_numbers, train
+from tests.support import LEVELS, assert_bitwise, backward, frozen, masters, started, train
 
 RANKS = 2
 PARALLEL_LEVELS = ("O0", "O1", "O2")
@@ -114,36 +114,6 @@ def test_two_ranks_end_alike_and_as_one_process_on_the_joined_batch(
         assert (ours - before).abs().max() > 10 * tolerance
 
 
-@on_two_ranks
-def overflow(rank: int) -> dict[str, Any]:
-    results = {}
-    for level in ("O1", "O2"):
-        model = MLP.model()
-        optimizer = sgd(model)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        wrapped = DistributedDataParallel(model)
-        values = []
-        for index, bad in enumerate([None, 1, None]):
-            optimizer.zero_grad()
-            backward(MLP.loss(wrapped, half_of(rank, MLP.batch(index))), optimizer, overflow=bad == rank)
-            optimizer.step()
-            values.append((masters(optimizer), scaler_numbers()))
-        results[level] = values
-        del wrapped
-        amp.close()
-    return results
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_on_one_rank_skips_the_step_on_both(level: str, ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["overflow"][level] for rank in ranks)
-    assert_bitwise(first, second)
-    (before, scale), (skipped, scale_after), (after, _) = first
-    assert_bitwise(skipped, before)
-    assert (scale[0], scale_after[0]) == (2.0**16, 2.0**15)
-    assert not torch.equal(after[0], skipped[0])
-
-
 # --- how gradients are averaged -------------------------------------------------------------------
 
 
@@ -214,9 +184,7 @@ def test_gradients_stay_local_while_allreduce_is_disabled_and_are_then_averaged(
 
 @on_two_ranks
 def accumulation(rank: int) -> list[Tensor]:
-    model = MLP.model()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = started("O2", task=MLP)
     wrapped = DistributedDataParallel(model)
     wrapped.disable_allreduce()
     backward(MLP.loss(wrapped, half_of(rank, MLP.batch(0))), optimizer, delay_unscale=True)
@@ -322,31 +290,6 @@ def test_reducer_broadcasts_a_module_and_averages_its_gradients_or_those_given(r
     assert grads[0] is None
     torch.testing.assert_close(grads[1:], [p.grad for p in model.parameters()][1:], rtol=1e-5, atol=1e-7)
     assert_bitwise(given, [torch.full((2,), 1.5), {"a": torch.full((3,), 2.0, dtype=torch.float16)}])
-
-
-@on_two_ranks
-def reducing_under_amp(rank: int) -> Any:
-    results = {}
-    for level in ("O1", "O2"):
-        model = MLP.model(seed=rank)
-        optimizer = sgd(model)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        reducer = Reducer(model)
-        for index in range(3):
-            optimizer.zero_grad()
-            with amp.scale_loss(MLP.loss(model, half_of(rank, MLP.batch(index))), optimizer) as scaled_loss:
-                scaled_loss.backward()
-                reducer.reduce()
-            optimizer.step()
-        results[level] = masters(optimizer)
-        amp.close()
-    return results
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_reducer_inside_of_scale_loss_trains_both_ranks_alike(level: str, ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["reducing_under_amp"][level] for rank in ranks)
-    assert_bitwise(first, second)
 
 
 @on_two_ranks

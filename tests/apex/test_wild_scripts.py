@@ -155,7 +155,7 @@ def test_lists_of_models_and_optimizers_with_three_losses(run, level: str, names
     assert "losses tracked: 3" in printed
 
 
-# --- accumulation, layer-wise rates, runtimes that look inside -------------------------------------
+# --- accumulation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -171,12 +171,3 @@ def test_delayed_and_plain_accumulation_agree(run, level: str) -> None:
         return [float(norm) for norm in re.findall(r"grad norm (\S+)", printed)]
 
     assert norms("delay") == pytest.approx(norms("plain"), rel=2e-2 if level == "O2" else 1e-5)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_framework_that_reads_private_state(run, level: str) -> None:
-    printed = run("catalyst_like.py", "--opt_level", level)
-    assert_trained(printed)
-    assert f"opt_level {level} masters {[False, None, True, False][int(level[1])]}" in printed
-    assert f"patches {level == 'O1'} scalers 1" in printed
-    assert ("after the end: torch.float32" in printed) == (level == "O1")

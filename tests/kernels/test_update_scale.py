@@ -64,15 +64,6 @@ def test_every_history_of_seven_backwards_with_hysteresis(hysteresis):
             assert (state.item(), tracker.item(), left.item()) == expected
 
 
-def test_the_first_of_two_overflows_in_a_row_is_let_pass():
-    state, tracker, left = f32(4.0), i32(2), i32(2)
-    seen = []
-    for flag in (1, 1, 1, 0, 1):
-        kernels.update_scale_(state, tracker, f32(flag), hysteresis_tracker=left, hysteresis=2, **RULES)
-        seen.append((state.item(), tracker.item(), left.item()))
-    assert seen == [(4.0, 0, 1), (2.0, 0, 0), (1.0, 0, -1), (1.0, 1, 2), (1.0, 0, 1)]
-
-
 def test_growth_that_is_not_finite_does_not_happen():
     state, tracker = f32(3e38), i32(2)
     kernels.update_scale_(state, tracker, f32(0.0), **{**RULES, "max_scale": math.inf})

@@ -183,16 +183,6 @@ def test_settings_that_torch_does_not_save_keep_what_the_constructor_was_given()
     run(fused, [1])
 
 
-def test_a_run_with_amsgrad_is_not_continued_as_if_it_had_none() -> None:
-    params = parameters()
-    torchs = torch.optim.AdamW(params, amsgrad=True)
-    run(torchs, [0])
-    fused = FusedAdam(params)
-    with pytest.raises(RuntimeError, match="amsgrad"):  # noqa: PT012 - at the latest where it would matter
-        fused.load_state_dict(torchs.state_dict())
-        run(fused, [1])
-
-
 # --- masters of its own ---------------------------------------------------------------------------
 
 

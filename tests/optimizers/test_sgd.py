@@ -101,17 +101,6 @@ def test_momentum_switched_on_later_is_bitwise_torch() -> None:
     assert_bitwise(ours, theirs)
 
 
-def test_without_momentum_there_is_no_buffer() -> None:
-    params = parameters()
-    optimizer = FusedSGD(params, lr=0.1)
-    give(params, gradients(params, 0))
-    optimizer.step()
-    saved = optimizer.state_dict()["state"]
-    assert not any(
-        isinstance(value, torch.Tensor) and value.numel() > 1 for s in saved.values() for value in s.values()
-    )
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_state_dict_of_torch_loads_and_goes_back(momentum: float) -> None:
     settings = {"lr": 0.1, "momentum": momentum}

@@ -69,14 +69,6 @@ def test_only_fp32_parameters_are_kept(casts: FunctionCasts) -> None:
     assert len(casts.cache.kept()) == 0
 
 
-def test_two_backwards_of_two_forwards_share_a_cast(casts: FunctionCasts) -> None:
-    shared = layer()
-    first, second = shared(X).sum(), shared(X).sum()
-    first.backward()
-    second.backward()
-    assert shared.weight.grad.tolist() == [[2, 4], [2, 4]]
-
-
 def test_a_cast_made_under_no_grad_does_not_starve_training(casts: FunctionCasts) -> None:
     model = layer()
     for context in (torch.no_grad, torch.inference_mode):

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from amp_engine import amp
 from amp_engine.casting.in_force import discard_weight_casts
 from amp_engine.errors import AmpStateError
 from tests.fuzz import lifecycle
-from tests.fuzz.models import KeepsState, batch
+from tests.fuzz.models import batch
 from tests.fuzz.reference import zero
 from tests.fuzz.world import MismatchError, World
 
@@ -117,35 +116,9 @@ def run_backward(
         ours, plain = world.losses(m, seed + m, (parts >> m) % 4 != 3)
         if ours.requires_grad and plain.requires_grad:
             losses.append((ours, plain))
-    if losses:
-        in_scale_loss(
-            world,
-            optimizers,
-            sum(ours for ours, _ in losses),
-            sum(plain for _, plain in losses),
-            loss_id,
-            delay,
-            trouble,
-            inside,
-            late_check,
-            zero,
-        )
-
-
-def in_scale_loss(
-    world: World,
-    optimizers: list[int],
-    ours: Any,
-    plain: Any,
-    loss_id: int,
-    delay: bool = False,
-    trouble: str = "",
-    inside: Callable[[], None] | None = None,
-    late_check: bool = False,
-    zero: str = "",
-) -> None:
-    """The two losses, backward. `inside` and the rest are as in `run_backward`."""
-    ref = world.ref
+    if not losses:
+        return
+    ours, plain = sum(ours for ours, _ in losses), sum(plain for _, plain in losses)
     world.same(ours, plain, "loss")
     through = not ref.is_scaled
     if through:
@@ -263,25 +236,6 @@ def backward_outside(world: World, which: int, seed: int) -> None:
             loss.backward()
 
 
-@action(1, which=MANY, seed=SEED)
-def hold(world: World, which: int, seed: int) -> None:
-    """A forward whose backward comes later, perhaps after steps."""
-    o = which % len(world.optimizers)
-    m = world.owned(o)[0]
-    if world.level in ("O1", "O4") and world.half is None and world.start["models"][m] == "mlp":
-        world.held.append((o, *world.losses(m, seed)))
-
-
-@action(1, loss_id=3)
-def backward_held(world: World, loss_id: int) -> None:
-    """Run the backward of a held loss, with the weights that its forward ran with."""
-    if not world.held or world.is_open():
-        return
-    o, ours, plain = world.held.pop()
-    if ours.requires_grad and plain.requires_grad:
-        in_scale_loss(world, [o], ours, plain, loss_id % len(world.ref.scalers))
-
-
 @action(8, which=MANY, how=["", "", "None", "closure=None"])
 def step(world: World, which: int, how: str = "") -> None:
     """Step with the arguments that trainers pass."""
@@ -299,8 +253,6 @@ def step(world: World, which: int, how: str = "") -> None:
     world.same(amp.current_engine().step_was_skipped(world.optimizers[o]), world.ref.skipped[o], "step was skipped")
     if o in world.inexact or o in world.ref.clipped:
         world.rounded.add(o)
-    if world.ref.skipped[o] and isinstance(world.optimizers[o], KeepsState):
-        world.ref.optimizers[o].take(world.optimizers[o])  # a skip protects groups and state only
     # A class's own step leaves FP32 gradients; the kernels leave each as it was.
     is_wide = {name for name, p in world.params.items() if p.grad is not None and p.grad.dtype is torch.float32}
     world.ref.widen(o, is_wide)
@@ -454,48 +406,18 @@ def write(tensor: Tensor, value: Tensor, how: str) -> None:
             tensor[(0,) * tensor.dim()] = value.reshape(-1)[0]
     elif how == "data":
         tensor.data.copy_(value)
+        discard_weight_casts()  # else not seen within an iteration
     elif how == "data replaced":
         tensor.data = value.clone()
-    elif how == "detach":
-        tensor.detach().copy_(value)
-    elif how == "numpy":
-        tensor.detach().numpy()[...] = value.numpy()
-    elif how == "view":
-        tensor.detach()[:1].copy_(value[:1])
-    elif how == "dlpack":
-        torch.from_dlpack(tensor.detach()).copy_(value)
-    elif how in COLLECTIVES:  # which stand for another rank's values
-        tensor.data.copy_(value)
-        COLLECTIVES[how](tensor)
     else:
         raise ValueError(how)
-    if how in HIDDEN:
-        discard_weight_casts()  # else not seen within an iteration
-
-
-def in_a_group(collective: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    def run(tensor: Tensor) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        collective(tensor)
-
-    return run
-
-
-COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
-    "all_reduce": in_a_group(lambda t: dist.all_reduce(t.detach())),
-    "all_reduce of data": in_a_group(lambda t: dist.all_reduce(t.data, async_op=True).wait()),  # type: ignore[union-attr]
-    "broadcast": in_a_group(lambda t: dist.broadcast(t.detach(), 0)),
-}
-VERSIONED = ("no_grad", "element", "detach", "view", "state dict", "data replaced")
-HIDDEN = ("data", "numpy", "dlpack", *COLLECTIVES)
 
 
 def values(like: Tensor, seed: int) -> Tensor:
     return torch.randint(-12, 13, like.shape, generator=torch.Generator().manual_seed(seed)) / 16
 
 
-@action(3, which=MANY, seed=SEED, how=[*VERSIONED])
+@action(3, which=MANY, seed=SEED, how=["no_grad", "element", "state dict", "data replaced"])
 def write_param(world: World, which: int, seed: int, how: str) -> None:
     """A write that autograd can see; a master takes the new value at the next scale_loss or step."""
     name = pick(world, which)
@@ -517,37 +439,16 @@ def write_param(world: World, which: int, seed: int, how: str) -> None:
         world.ref.moved.add(name)
 
 
-@action(3, which=MANY, seed=SEED, how=[*HIDDEN])
-def write_param_hidden(world: World, which: int, seed: int, how: str) -> None:
+@action(3, which=MANY, seed=SEED)
+def write_param_hidden(world: World, which: int, seed: int) -> None:
     """A write that moves no version. A master takes the new value in the next step that is taken."""
     name = pick(world, which)
     for params in (world.params, world.ref.params):
-        if how in ("data", *COLLECTIVES) or params[name].dtype != torch.bfloat16:
-            write(params[name], values(params[name], seed), how)
-
-
-@action(1, which=MANY)
-def keep_data(world: World, which: int) -> None:
-    """Keep a `.data` view, to write through later."""
-    name = pick(world, which)
-    world.kept[name] = (world.params[name].data, world.ref.params[name].data)
+        write(params[name], values(params[name], seed), "data")
 
 
 @action(2, which=MANY, seed=SEED)
-def write_kept_data(world: World, which: int, seed: int) -> None:
-    """Write through a kept view, which moves no version and does not ask torch for memory."""
-    if not world.kept:
-        return
-    name = pick(world, which, list(world.kept))
-    both = list(zip(world.kept[name], (world.params[name], world.ref.params[name]), strict=True))
-    if all(torch._C._is_alias_of(view, param) for view, param in both):  # type: ignore[attr-defined]
-        for view, _ in both:
-            view.copy_(values(view, seed))
-        discard_weight_casts()
-
-
-@action(2, which=MANY, seed=SEED, how=["no_grad", "detach"])
-def write_master(world: World, which: int, seed: int, how: str) -> None:
+def write_master(world: World, which: int, seed: int) -> None:
     """Reaches the model at its next forward, or at the next step."""
     name = trainable(world, which)
     if name is None or name not in world.ref.masters or name in world.ref.added:
@@ -555,7 +456,7 @@ def write_master(world: World, which: int, seed: int, how: str) -> None:
     entry = world.entry(name)
     assert entry is not None
     for tensor in (entry, world.ref.masters[name]):
-        write(tensor, values(tensor, seed), how)
+        write(tensor, values(tensor, seed), "no_grad")
     if name not in world.ref.moved:
         world.ref.written.add(name)
 
@@ -566,7 +467,7 @@ def swap(world: World, which: int, seed: int, save: int) -> None:
     m = which % len(world.models)
     own = [name for name in world.params if name.startswith(f"m{m}.")]
     before = [[params[name].data.clone() for name in own] for params in (world.params, world.ref.params)]
-    if world.ref.fresh or world.ref.written:  # masters that are to reach the model by this forward
+    if world.ref.written:  # masters that are to reach the model by this forward
         return
     for params in (world.params, world.ref.params):
         for i, name in enumerate(own):
@@ -831,7 +732,6 @@ def resume(world: World, which: int, how: str) -> None:
         optimizer.load_state_dict(state)
     amp.load_state_dict(packed["amp"])
     lifecycle.resume(ref)
-    world.held.clear()
 
 
 @action(0.7, level=["O0", "O1", "O2", "O3", "O4", "O5"], loss_scale=[None, None, None, 64.0, "dynamic"])
@@ -846,14 +746,10 @@ def reopen(world: World, level: str, loss_scale: float | str | None) -> None:
     world.close()
     states = [copy.deepcopy(o.state_dict()) for o in world.ref.optimizers]
     world.plain = world.ref.models
-    for optimizer in world.optimizers:
-        if isinstance(optimizer, KeepsState):
-            optimizer.renew()
     world.initialize({**world.start, "level": level, "loss_scale": loss_scale})
     for optimizer, state in zip(world.ref.optimizers, states, strict=True):
         optimizer.load_state_dict(state)
     world.saved.clear()
-    world.held.clear()
 
 
 @action(0.5, level=["O0", "O1", "O2", "O4", "O5"], keep=[0, 1])

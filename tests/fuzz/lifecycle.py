@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.fuzz.models import KeepsState
 from tests.fuzz.reference import Reference
 
 
@@ -20,7 +19,6 @@ def load(ref: Reference, exact: dict[str, Tensor], buffers: list[list[Tensor]]) 
             buffer.copy_(value)
     ref.moved.clear()
     ref.written.clear()
-    ref.loaded.update(ref.masters)
 
 
 def resume(ref: Reference) -> None:
@@ -37,12 +35,8 @@ def resume(ref: Reference) -> None:
         p.grad = None
     for scaler in ref.scalers:
         scaler.overflowed = False
-    ref.fresh, ref.loaded = set(range(len(ref.groups))), set(ref.masters)
     ref.deferred.clear()
     ref.hooks = [[] for _ in ref.groups]
-    for optimizer in ref.optimizers:
-        if isinstance(optimizer, KeepsState):
-            optimizer.renew()
 
 
 @torch.no_grad()

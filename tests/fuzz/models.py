@@ -5,8 +5,6 @@ Every model is plain PyTorch. `half` is the reference's: its linear layers then 
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -119,45 +117,6 @@ class WritesData(Optimizer):
                     p.data.add_(p.grad.data, alpha=-group["lr"])
 
 
-class KeepsState(Optimizer):
-    """SGD that keeps on itself what its steps go by: a norm, a list, a dictionary, generators, an optimizer inside."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-        self.renew()
-
-    def renew(self) -> None:
-        """Go back to the initial state."""
-        self.norm = torch.zeros(1)
-        self.seen: list[Tensor] = []
-        self.counts = {"steps": torch.zeros(()), "by": [0]}
-        self.generator = torch.Generator().manual_seed(1)
-        self.random = random.Random(2)
-
-    def take(self, other: KeepsState) -> None:
-        """Take the own state of `other`."""
-        for name in ("norm", "seen", "counts", "generator", "random"):
-            setattr(self, name, copy.deepcopy(getattr(other, name)))
-
-    def own(self) -> list[Any]:
-        """Return the optimizer's own state, to be compared."""
-        return [self.norm, *self.seen, self.counts["steps"], self.counts["by"][0], self.random.getstate()[1][-1]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        largest = max([float(grad.abs().max()) for grad in grads if not grad.is_sparse], default=0.0)
-        self.norm.mul_(0.5).add_(largest)
-        self.seen = [*self.seen[-2:], self.norm.clone()]
-        self.counts["steps"] += 1  # type: ignore[operator]
-        self.counts["by"][0] += 1  # type: ignore[index]
-        factor = 2.0 ** float(torch.randint(0, 2, (), generator=self.generator)) * self.random.choice([0.5, 1.0])
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad / (1 + self.norm), alpha=-group["lr"] * factor)
-
-
 class ByFormula(Optimizer):
     """A formula of tests/optimizers/formulas.py as an optimizer of torch."""
 
@@ -195,7 +154,6 @@ OPTIMIZERS: dict[str, tuple[Make, Make, bool]] = {
     "adamw": (*[lambda p: torch.optim.AdamW(p, lr=1 / 64)] * 2, False),
     "rmsprop": (*[lambda p: torch.optim.RMSprop(p, lr=1 / 64, momentum=0.5)] * 2, True),
     "writes data": (*[lambda p: WritesData(p, lr=1 / 8)] * 2, True),
-    "keeps state": (*[lambda p: KeepsState(p, lr=1 / 8)] * 2, True),
     "fused sgd": (
         lambda p: FusedSGD(p, lr=1 / 8, momentum=0.5, weight_decay=1 / 64),
         lambda p: torch.optim.SGD(p, lr=1 / 8, momentum=0.5, weight_decay=1 / 64),

@@ -9,7 +9,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.fuzz.scaling import Scaler, Window
@@ -55,9 +54,7 @@ class Reference:
         self.added: set[str] = set()  # to a group, since masters were looked for
         self.regrouped: set[int] = set()  # optimizers whose groups lost something since
         self.written: set[str] = set()  # and masters that the user wrote since they were rounded last
-        self.loaded: set[str] = set()  # masters whose value a checkpoint gave
         self.hooks: list[list[Any]] = [[] for _ in groups]  # of the user's, before steps
-        self.fresh: set[int] = set(range(len(groups)))  # optimizers whose masters have not looked yet
         self.deferred: set[int] = set()  # optimizers whose next step does the clipping
         self.clipped: set[int] = set()  # optimizers whose gradients, and what follows, are right but for rounding
         exact = {f"m{i}.{n}": p.detach() for i, m in enumerate(models) for n, p in m.named_parameters()}
@@ -124,14 +121,11 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, o: int) -> None:
-        """Masters follow parameters that the user wrote; with ranks, the first time, whatever they hold."""
-        are_ranks, is_first = dist.is_initialized(), o in self.fresh
-        self.fresh.discard(o)
-        for name in [name for name in self.names(o) if name in self.masters]:
-            if name in self.moved or (is_first and are_ranks and name not in self.loaded | self.written):
-                self.masters[name].copy_(self.params[name] if are_ranks else self.merged(name))
-                self.moved.discard(name)
-                self.written.discard(name)
+        """Masters follow parameters that the user wrote."""
+        for name in [name for name in self.names(o) if name in self.masters and name in self.moved]:
+            self.masters[name].copy_(self.merged(name))
+            self.moved.discard(name)
+            self.written.discard(name)
 
     def merged(self, name: str) -> Tensor:
         """The master where it rounds to the parameter, else the parameter."""
@@ -141,7 +135,7 @@ class Reference:
     @torch.no_grad()
     def exact(self, name: str) -> Tensor:
         """The FP32 value of a parameter that training goes on from, and that a checkpoint has."""
-        if name not in self.masters or (name in self.moved and dist.is_initialized()):
+        if name not in self.masters:
             return self.params[name].float()
         is_written = name in self.written and name not in self.moved
         return self.masters[name].detach() if is_written else self.merged(name)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from amp_engine import Engine, amp, kernels
 from amp_engine.errors import AmpStateError
@@ -114,8 +113,6 @@ def _let_go() -> None:
     except AmpStateError:  # a `scale_loss` that was never left
         amp._amp_state.engine.function_casts.remove()
         amp._amp_state.engine = Engine()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def shrink(sequence: Sequence) -> Sequence:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import amp
 from tests.fuzz import lifecycle
-from tests.fuzz.models import OPTIMIZERS, KeepsState, batch, loss_of, make_model
+from tests.fuzz.models import OPTIMIZERS, batch, loss_of, make_model
 from tests.fuzz.reference import Reference
 from tests.fuzz.scaling import Scaler
 from tests.support import weights_of
@@ -41,9 +40,7 @@ class World:
             self.groups.append({"one": [names], "two": [names[:1], names[1:]], "part": [names[:-1]]}[split])
         self.optimizers = self._make_optimizers()
         self.saved: list[Any] = []
-        self.held: list[Any] = []  # losses without their backward yet
         self.attic: list[Any] = []  # engines that were not closed
-        self.kept: dict[str, tuple[Tensor, Tensor]] = {}  # `.data` of parameters
         self.averages: dict[int, tuple[Any, dict[str, Tensor]]] = {}  # of models, and what their weights are to be
         self.hooks: list[tuple[int, Any]] = []  # the user's, before steps: of which optimizer, and their handles
         self.initialize(start)
@@ -75,7 +72,6 @@ class World:
         """Fresh models and optimizers in amp's care, with the groups of now."""
         grads = {name: p.requires_grad for name, p in self.params.items()}
         self.models = self._make_models(100)
-        self.kept.clear()
         self.averages.clear()
         for name, p in self.params.items():
             p.requires_grad_(grads[name])
@@ -210,8 +206,8 @@ class World:
             rtol, atol = (1e-5, 2e-6) if o in self.rounded else (0.0, 0.0)
             for name, entry in zip(self.ref.names(o), self.entries(o), strict=True):
                 plain = self.ref.entry(name)
-                if name in self.ref.added or (name in self.ref.moved and dist.is_initialized()):
-                    continue  # whose master is made, or taken from it, when it is looked at next
+                if name in self.ref.added:
+                    continue  # whose master is made when it is looked at next
                 weight, expected = entry, plain
                 if entry is not params[name] and name not in self.ref.written:
                     low = params[name]  # whether a master has taken what moved no version depends on who stepped
@@ -255,9 +251,6 @@ class World:
 
     def _check_state(self, o: int) -> None:
         near = (2e-5, 1e-9) if o in self.inexact or o in self.ref.clipped else (0.0, 0.0)
-        if isinstance(self.optimizers[o], KeepsState):
-            for mine, theirs in zip(self.optimizers[o].own(), self.ref.optimizers[o].own(), strict=True):
-                self.same(mine, theirs, f"what optimizer {o} keeps", *near)
         ours, plain = (side.state_dict()["state"] for side in (self.optimizers[o], self.ref.optimizers[o]))
         by_formula = self.kinds[o] in ("fused lamb", "fused novograd", "fused adagrad")
         for index, name in enumerate(self.ref.names(o)):
@@ -294,8 +287,6 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     amp.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _short(value: Any) -> str:

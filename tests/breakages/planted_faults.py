@@ -1,4 +1,4 @@
-"""Judge explanations of overflows: about 180 faults planted in small models of many families, each line judged.
+"""Judge explanations of overflows: about 160 faults planted in small models of many families, each line judged.
 
 By hand, in two minutes: `python -m tests.breakages.planted_faults [-v] [words of names]`. A line is right if it says
 all that its fault asks for, wrong if it says as a fact what is not so, and vague else. See "Faults that are planted" in
@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_engine import Engine, receipt
+from amp_engine import Engine
 from tests.ranks import on_ranks
 
 WIDTH, LENGTH, WORDS = 16, 6, 11
@@ -109,20 +110,6 @@ class Llama(Gpt):
         super().__init__(norm=RMSNorm)
 
 
-class T5(Gpt):
-    """T5's attention with a bias by buckets of distances, whose table holds the log of 0 and does not use it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Embedding(8, WIDTH)
-
-    def loss(self, index: int) -> Tensor:
-        distance = torch.arange(LENGTH)
-        large = 4 + (torch.log(distance.float() / 4) / math.log(4) * 4).to(torch.long)
-        bucket = torch.where(distance < 4, distance, large.clamp(0, 7))
-        return super().loss(index) + self.bias(bucket).float().square().mean() * 1e-3
-
-
 class Regression(nn.Module):
     """Has inputs and targets of floats, which `spoil` may change."""
 
@@ -173,34 +160,6 @@ class ResNet(Regression):
         return self.fc(self.layer2(self.layer1(self.stem(x))).mean((2, 3)))
 
 
-class UBlock(nn.Module):
-    """As in diffusion models, the embedding of the time is added between two convolutions."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(inputs, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.norm2, self.time = nn.GroupNorm(2, 8), nn.Linear(4, 8)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        x = self.conv1(x) + self.time(time)[:, :, None, None]
-        return self.conv2(F.silu(self.norm2(x)))
-
-
-class UNet(Regression):
-    shape = (2, 3, 8, 8)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.mid, self.up = UBlock(3), UBlock(8), UBlock(16)
-        self.out = nn.Conv2d(8, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time = torch.ones(len(x), 4, dtype=x.dtype)
-        down = self.down(x, time)
-        mid = F.interpolate(self.mid(F.avg_pool2d(down, 2), time), scale_factor=2.0)
-        return self.out(self.up(torch.cat([down, mid], 1), time)).mean((1, 2, 3)).unsqueeze(1)
-
-
 class Tagger(Regression):
     """An LSTM with a loss that sums over paths by hand, in the manner of a CRF."""
 
@@ -214,22 +173,6 @@ class Tagger(Regression):
     def forward(self, x: Tensor) -> Tensor:
         scores = self.tags(self.lstm(x)[0]).float() * self.factor
         return scores.exp().sum(-1).log().mean(1, keepdim=True)
-
-
-class Experts(Regression):
-    """A mixture: a router of its own softmax, and four experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.out = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 1)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.factor = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = (self.router(x) * self.factor).exp()
-        weight = weight / weight.sum(-1, keepdim=True)
-        x = sum(weight[:, i : i + 1] * torch.tanh(expert(x)) for i, expert in enumerate(self.experts))
-        return self.out(x)
 
 
 class BadBackward(torch.autograd.Function):
@@ -374,7 +317,7 @@ def a_target_that_is_nan(level: str) -> None:
 
 @fault("O2", [r"  data\."], [r"  (backward|divergence|weights)\."])
 def an_input_beyond_float16(level: str) -> None:
-    run = Run(level, UNet()).steps(2)
+    run = Run(level, ResNet()).steps(2)
     run.model.spoil = lambda x, y: (x + 1e5, y)
     run.step()
 
@@ -465,14 +408,6 @@ def a_block_whose_weights_have_grown(level: str, block: int) -> None:
     run.step()
 
 
-@fault("O2 O1", [r"  forward\.", "conv1"], ["norm2|time|conv2|out", r"  (data|backward|divergence|weights)\."])
-def a_convolution_before_an_addition(level: str) -> None:
-    run = Run(level, UNet()).steps(2)
-    with torch.no_grad():
-        run.model.mid.conv1.weight.fill_(6e4)
-    run.step()
-
-
 @fault(
     "O1 O2",
     [r"  forward\.", r"attention\.(q|k)", "bmm"],
@@ -508,14 +443,9 @@ def a_norm_whose_squares_overflow(level: str) -> None:
     run.steps(3)
 
 
-@fault(
-    "O1 O2 O4 O5",
-    [r"  forward\.", "exp", r"tags|router"],
-    [r"  (data|backward|divergence|weights)\."],
-    kinds=["tagger", "experts"],
-)
-def an_exp_of_something_large(level: str, kind: str) -> None:
-    run = Run(level, Tagger() if kind == "tagger" else Experts()).steps(2)
+@fault("O1 O2 O4 O5", [r"  forward\.", "exp", "tags"], [r"  (data|backward|divergence|weights)\."])
+def an_exp_of_something_large(level: str) -> None:
+    run = Run(level, Tagger()).steps(2)
     run.model.factor = 1e5
     run.step()
 
@@ -758,15 +688,6 @@ def a_tied_head_that_overflows(level: str) -> None:
 
 
 @fault(
-    "O1 O2", [r"  backward\.", r"norm\."], [r"  (data|forward|divergence|weights)\.", "gradient of embed.weight \\("]
-)
-def a_tied_model_whose_backward_is_wrong(level: str) -> None:
-    run = Run(level, Gpt(tied=True)).steps(2)
-    run.model.after = BadBackward.apply
-    run.step()
-
-
-@fault(
     "O1 O2",
     [r"  backward\.", r"head\.weight"],
     [r"  (data|forward|divergence|weights)\.", "gradient of embed.weight \\("],
@@ -809,36 +730,6 @@ def find_overflow_of_a_batch(level: str) -> list[str]:
     return run.find(lambda: run.model(x).float().mean())
 
 
-@fault("O2", ["^forward", r"mid\.conv1"], [r"time|conv2|norm2"])
-def find_overflow_of_a_convolution(level: str) -> list[str]:
-    run = Run(level, UNet()).steps(2)
-    with torch.no_grad():
-        run.model.mid.conv1.weight.fill_(6e4)
-    return run.find()
-
-
-@fault("O1 O2", ["^forward", "bmm", r"blocks\.1\.attention"], ["softmax"])
-def find_overflow_of_scores(level: str) -> list[str]:
-    run = Run(level, Gpt()).steps(2)
-    attention = run.model.blocks[1].attention
-    attention.scale = 1.0
-    grow(attention.q, 1e3)
-    grow(attention.k, 1e3)
-    return run.find()
-
-
-@fault("O1 O2", ["^The loss and each gradient are finite", "log"], ["^forward"])
-def find_overflow_of_a_position_table(level: str) -> list[str]:
-    return Run(level, T5()).steps(2).find()
-
-
-@fault("O1 O2", ["^forward", r"blocks\.2"], [r"log|blocks\.[013]"])
-def find_overflow_behind_a_position_table(level: str) -> list[str]:
-    run = Run(level, T5()).steps(2)
-    run.model.blocks[2].planted = lambda x: (x.float() * 1e6).exp().exp().to(x.dtype)
-    return run.find()
-
-
 @fault("O1 O2", ["^buffers", "running_mean"], ["^data|^forward"])
 def find_overflow_of_running_statistics(level: str) -> list[str]:
     run = Run(level, ResNet()).steps(2)
@@ -860,33 +751,6 @@ def find_overflow_of_a_mask_that_leaves_nothing(level: str) -> list[str]:
     mask[1, 2] = True
     run.model.blocks[2].attention.mask = mask
     return run.find()
-
-
-@fault("O2", ["pow", r"blocks\.2\.norm1"], ["^backward"])
-def find_overflow_of_a_norm(level: str) -> list[str]:
-    run = Run(level, Llama()).steps(2)
-    with torch.no_grad():
-        run.model.blocks[1].proj.bias.fill_(500.0)
-    return run.find()
-
-
-# ---- numbering
-
-
-@fault("O1", [r"\b(\d+) backward .* backward \1\b"], [])
-def the_receipt_and_the_report_number_alike(level: str) -> list[str]:
-    run = Run(level, Mlp(), num_losses=2)
-    for index in range(6):
-        loss = run.model.loss(index) * (math.inf if index == 4 else 1.0)
-        with run.engine.scale_loss(loss, run.optimizer, loss_id=index % 2) as scaled_loss:
-            scaled_loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    number = run.engine.overflow_report()[0].backward
-    history = receipt.__module__
-    tracks = [run.engine._scaling.history.track(loss_id) for loss_id in range(2)]
-    points = [p.backward for one in tracks for p in one.points if p.overflows]
-    return [f"{number} backward {history} backward {points[0]}"]
 
 
 # ---- ranks
@@ -915,40 +779,19 @@ def said_on_rank(rank: int, kind: str) -> list[str]:
     return [f"[{rank}] {line}" for line in lines if line.startswith("Amp post-mortem")]
 
 
-def on_rank_loss_o1(rank: int) -> list[str]:
-    return said_on_rank(rank, "O1 loss")
-
-
-def on_rank_loss_o2(rank: int) -> list[str]:
-    return said_on_rank(rank, "O2 loss")
-
-
-def on_rank_batch(rank: int) -> list[str]:
-    return said_on_rank(rank, "O2 batch")
-
-
-def on_rank_forward(rank: int) -> list[str]:
-    return said_on_rank(rank, "O1 forward")
-
-
-def of_ranks(run: Callable[[int], list[str]]) -> list[str]:
-    return [line for lines in on_ranks(run, 2) for line in lines]
-
-
 @fault(
     "ranks",
     ["rank 1 of 2", "{1}"],
     [r"\[\d\] Amp post-mortem:  ({2})"],
     kinds=[
-        ("loss O1", r"rank 0's \d", "data|forward|divergence"),
-        ("loss O2", r"rank 0's \d", "data|forward|divergence"),
-        ("batch", r"data.*nan", "forward|backward|divergence"),
-        ("forward", "forward.*mid", "data|backward|divergence"),
+        ("O1 loss", r"rank 0's \d", "data|forward|divergence"),
+        ("O2 loss", r"rank 0's \d", "data|forward|divergence"),
+        ("O2 batch", r"data.*nan", "forward|backward|divergence"),
+        ("O1 forward", "forward.*mid", "data|backward|divergence"),
     ],
 )
 def a_fault_of_one_rank(level: str, kind: str, *of: str) -> list[str]:
-    runs = {"loss O1": on_rank_loss_o1, "loss O2": on_rank_loss_o2, "batch": on_rank_batch, "forward": on_rank_forward}
-    return of_ranks(runs[kind])
+    return [line for lines in on_ranks(partial(said_on_rank, kind=kind), 2) for line in lines]
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from amp_engine.kernels.sources import digest
-from tests.gpu_run import build, counters, sanitizers, variants
+from tests.gpu_run import build, counters, sanitizers
 from tests.gpu_run import parts as parts_module
 from tests.gpu_run.machine import Clocks, about, summary
 from tests.gpu_run.page import page, reports
@@ -56,7 +56,7 @@ def gpu_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_gpu_goes_through_all_parts_and_reports_a_stage_that_went_wrong(tmp_path, request):
-    instead = {"variants": "raise SystemExit('told to fail')"}
+    instead = {"smoke": "raise SystemExit('told to fail')"}
     if request.config.getoption("--cases") != "all":  # the suite has these tests, and another part this program
         instead |= dict.fromkeys(("tests", "plain tests", "plain host"), "print('6 passed, 1 skipped')")
     arguments = " ".join(f"--instead {shlex.quote(f'{stage}={code}')}" for stage, code in instead.items())
@@ -68,7 +68,7 @@ def test_make_gpu_goes_through_all_parts_and_reports_a_stage_that_went_wrong(tmp
     for part in every:
         report = found.pop(part.name)
         outcomes = {stage["stage"]: stage["outcome"] for stage in report["stages"]}
-        expected = {stage.name: FAILED if stage.name == "variants" else OK for stage in part.stages}
+        expected = {stage.name: FAILED if stage.name == "smoke" else OK for stage in part.stages}
         assert outcomes == expected, done.stdout[-5000:]
         assert "no number means anything" in report["about"]["on a stand-in"]
         assert report["about"]["commit"] == "abc"
@@ -91,7 +91,7 @@ def test_make_gpu_goes_through_all_parts_and_reports_a_stage_that_went_wrong(tmp
     assert "failed" not in tests["plain tests"]
     text = (tmp_path / "gpu.md").read_text()
     assert "told to fail" in text
-    assert "variants failed" in text
+    assert "smoke failed" in text
 
 
 def test_a_part_that_is_killed_leaves_what_it_has_found(tmp_path):
@@ -145,16 +145,6 @@ def test_the_stages_of_a_part_end_within_its_limit_and_ten_minutes(tmp_path):
     for part in parts(tmp_path, simulated=False):
         ending = 3 * GRACE  # of a stage that does not listen
         assert sum(stage.limit + ending for stage in part.stages) <= part.limit < 590
-
-
-def test_stages_share_the_time_that_there_is_as_they_share_their_limits(tmp_path):
-    done = gpu_run(tmp_path, "--only", "build,smoke", "--within", "1e-9")
-    assert done.returncode == 1
-    given = json.loads((tmp_path / "A.json").read_text())["stages"]
-    builds = [stage.limit for part in parts(tmp_path, simulated=True) for stage in part.stages if stage.name == "build"]
-    smoke = parts(tmp_path, simulated=True)[0].stages[1].limit
-    whole = sum(builds) + smoke
-    assert [stage["limit"] for stage in given] == pytest.approx([1e-9 * builds[0] / whole, 1e-9 * smoke / whole])
 
 
 def fitting() -> dict[str, str]:
@@ -410,37 +400,6 @@ def test_counters_are_measured_or_their_refusal_is_a_row(tmp_path, refusal):
 def test_what_is_profiled_runs_each_kind_of_kernel(capsys):
     counters.profiled("cpu", tiny=True)
     assert capsys.readouterr().out == "profiled\n"
-
-
-def test_lines_of_the_variants_become_rows(tmp_path):
-    printed = 'something else\n{"what": "quads, default, 3 blocks, chunks of 32 K", "ms": 1.5, "of_copy": 0.9}\n'
-    assert variants.add_rows(Rows(tmp_path / "rows", "variants"), printed) == 1
-    (row,) = read_rows(tmp_path / "rows")
-    assert (row["what"], row["ms"]) == ("quads, default, 3 blocks, chunks of 32 K", 1.5)
-
-
-def test_variants_are_compiled_for_the_gpu_that_is_there_and_run(tmp_path):
-    """A stand-in for nvcc makes a program that prints how it was compiled."""
-    home = tmp_path / "cuda"
-    (home / "bin").mkdir(parents=True)
-    (home / "include").mkdir()
-    (home / "include" / "cuda_runtime_api.h").touch()
-    shown = r"""printf '#!/bin/sh\necho '"'"'{"what": "%s", "ms": 1.5}'"'" "$2" >"$4"; chmod +x "$4" """
-    given = (
-        'while [ "${1#-gencode}" = "$1" ]; do [ "$1" != --version ] || { echo "release 13.0, V13"; exit; }; shift; done'
-    )
-    tool(home / "bin", "nvcc", f'{given}; set -- "" "$1" "$2" "$3"; {shown}')
-    tool(tmp_path, "nvidia-smi", "echo 9.0")
-    environment = {
-        **os.environ,
-        "CUDA_HOME": str(home),
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-m", "tests.gpu_run.variants", "--rows", str(tmp_path / "rows")]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-    (row,) = read_rows(tmp_path / "rows")
-    assert (row["what"], row["ms"]) == ("-gencode=arch=compute_90,code=sm_90", 1.5)
 
 
 def test_what_the_machine_is_is_said_without_torch(tmp_path, monkeypatch):

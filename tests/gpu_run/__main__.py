@@ -40,8 +40,7 @@ def chosen(every: list[Part], args: argparse.Namespace) -> list[Part]:
         )
         if stages and part.name in (args.part or part.name):
             wanted.append(replace(part, stages=stages))
-    limits = sum(stage.limit for part in wanted for stage in part.stages)
-    return [part.scaled(args.within / limits) for part in wanted] if args.within else wanted
+    return wanted
 
 
 def run(part: Part, folder: Path, machine: dict[str, str]) -> bool:
@@ -82,7 +81,6 @@ def main() -> None:
     parser.add_argument("--part", default="", help="A, B, C or D, or several, as AB; default: all")
     parser.add_argument("--simulate", action="store_true", help="on a machine without a GPU: try the stages out")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="stages, with commas in between")
-    parser.add_argument("--within", type=float, help="seconds, which the stages share as they share their limits")
     parser.add_argument(
         "--instead", action="append", default=[], metavar="STAGE=CODE", help="Python that is run in place of a stage"
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,11 +34,6 @@ class Part:
     limit: int
     stages: tuple[Stage, ...]
 
-    def scaled(self, factor: float) -> Part:
-        """The part with limits of another length."""
-        stages = tuple(replace(stage, limit=stage.limit * factor) for stage in self.stages)
-        return replace(self, limit=math.ceil(self.limit * factor), stages=stages)
-
 
 def marked_cuda() -> list[str]:
     """The files with tests that are marked so, wherever they are; without an import of the others."""
@@ -66,9 +60,6 @@ def parts(folder: Path, simulated: bool) -> list[Part]:
     def tests(*which: str) -> list[str]:
         return [sys.executable, *PYTEST, *side_by_side, *lenient, *which]
 
-    variants = (
-        [sys.executable, "-c", "print('no GPU to compare variants on')"] if simulated else module("B", "variants")
-    )
     plain_tests = [str(TESTS / "gpu" / name) for name in PLAIN]
     return [
         Part(
@@ -85,12 +76,11 @@ def parts(folder: Path, simulated: bool) -> list[Part]:
         Part(
             "B",
             "the bandwidth of check and update, steps beside other optimizers' steps",
-            560,
+            520,
             (
                 build("B"),
                 Stage("steps", module("B", "steps"), 240, takes_the_rest=True),
                 Stage("counters", module("B", "counters"), 70, takes_the_rest=True),
-                Stage("variants", variants, 40),
             ),
         ),
         Part(

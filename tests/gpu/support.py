@@ -78,12 +78,6 @@ def assert_same_bits(ours: object, theirs: object, what: str = "") -> None:
         assert ours == theirs
 
 
-def assert_rounded(ours: Tensor, exact: Tensor, slack: float = 1e-6) -> None:
-    """Assert that `ours` is the float64 value `exact`, up to rounding to its type and `slack` of float32 arithmetic."""
-    rtol = {torch.float32: slack, torch.float16: 2.0**-11 + slack, torch.bfloat16: 2.0**-8 + slack}[ours.dtype]
-    torch.testing.assert_close(ours.cpu().double(), exact, rtol=rtol, atol=slack)
-
-
 @contextmanager
 def no_sync() -> Iterator[None]:
     """In this context any host sync that PyTorch knows of raises; on the stand-in nothing does."""

@@ -1,4 +1,4 @@
-"""The list operations on a GPU: against float64, and to the bit against the CPU."""
+"""The list operations on a GPU: to the bit those of the CPU, which tests/kernels holds against float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.gpu.support import (
     OTHER_DEVICE,
     SIZES,
     STANDS_IN,
-    assert_rounded,
     assert_same_bits,
     no_sync,
     on_gpu,
@@ -43,16 +42,12 @@ def test_the_module_was_built_for_gpus():
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_check_is_right_and_the_same_on_the_cpu(sizes):
+def test_check_is_the_same_on_the_cpu(sizes):
     tensors = mixed(sizes)
     on_device = on_gpu(tensors)
     with no_sync():
         found = kernels.check(on_device)
     assert found.nonfinite.device.type == GPU.type
-    for t, bad, squares, largest in zip(tensors, *(x.tolist() for x in found), strict=True):
-        assert not bad
-        assert squares == pytest.approx(t.double().square().sum().item(), rel=1e-6)
-        assert largest == (t.float().abs().max().item() if t.numel() else 0.0)
     assert_same_bits(tuple(found), tuple(kernels.check(tensors)))
 
 
@@ -81,25 +76,19 @@ def norm_of(tensors):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_norm_is_right_in_any_order(sizes):
+def test_norm_is_the_same_on_the_cpu_and_in_any_order(sizes):
     tensors = mixed(sizes)
     total, sums = norm_of(on_gpu(tensors))
-    assert total.item() == pytest.approx(sum(t.double().square().sum().item() for t in tensors) ** 0.5, rel=1e-6)
-    each = sums.cpu().sqrt().float()
-    torch.testing.assert_close(each, torch.stack([t.double().norm() for t in tensors]).float(), rtol=1e-6, atol=0)
     assert_same_bits((total, sums), norm_of(tensors))
     assert_same_bits(total, norm_of(on_gpu(tensors[::-1]))[0])
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_scale_in_place_is_right_and_the_same_on_the_cpu(sizes):
+def test_scale_in_place_is_the_same_on_the_cpu(sizes):
     tensors, inv_scale = mixed(sizes), scalar(1 / 3)
     on_device, device_scale = on_gpu(tensors), inv_scale.to(GPU)
-    exact = [t.double() * inv_scale.double() for t in tensors]
     with no_sync():
         checks = kernels.scale_(on_device, on_device, device_scale)
-    for in_place, expected in zip(on_device, exact, strict=True):
-        assert_rounded(in_place, expected)
     expected_checks = kernels.scale_(tensors, tensors, inv_scale)
     assert_same_bits(on_device, tensors)
     assert_same_bits(tuple(checks), tuple(expected_checks))
@@ -116,7 +105,7 @@ def combined(xs, ys, outputs, a, b):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_axpby_scale_and_copy_are_right_and_the_same_on_the_cpu(sizes):
+def test_axpby_scale_and_copy_are_the_same_on_the_cpu(sizes):
     xs = mixed(sizes)
     ys = [randn(x.numel(), FLOATS[i % 3], i % 2) for i, x in enumerate(xs)]
     outputs = [randn(x.numel(), FLOATS[(i + 1) % 3], i % 2) for i, x in enumerate(xs)]
@@ -124,20 +113,19 @@ def test_axpby_scale_and_copy_are_right_and_the_same_on_the_cpu(sizes):
     given = on_gpu(xs), on_gpu(ys), on_gpu(outputs), a.to(GPU), b.to(GPU)
     with no_sync():
         results, found = combined(*given)
-    for x, y, summed, scaled, copied in zip(xs, ys, *results, strict=True):
-        assert_rounded(summed, a.double() * x.double() + b.double() * y.double())
-        assert_rounded(scaled, a.double() * x.double())
-        assert_rounded(copied, x.double())
     on_cpu, found_on_cpu = combined(xs, ys, outputs, a, b)
     assert_same_bits(results, on_cpu)
     assert_same_bits(found, found_on_cpu)
 
 
 def test_small_in_place_results_may_be_the_arguments():
-    x, y = randn(33000), randn(33000)
-    on_device = on_gpu([x, y])
-    kernels.axpby_(on_device[:1], on_device[:1], on_device[1:], scalar(2.0).to(GPU), scalar(1.0).to(GPU))
-    assert_rounded(on_device[0], 2 * x.double() + y.double())
+    results = []
+    for device in (torch.device("cpu"), GPU):
+        torch.manual_seed(0)
+        x, y = on_gpu([randn(33000), randn(33000)], device)
+        kernels.axpby_([x], [x], [y], scalar(2.0).to(device), scalar(1.0).to(device))
+        results.append(x)
+    assert_same_bits(*results)
 
 
 def test_small_types_are_rounded_to_nearest_even():

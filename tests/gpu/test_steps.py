@@ -1,4 +1,4 @@
-"""The steps on a GPU: against float64, and to the bit against the CPU."""
+"""The steps on a GPU: to the bit those of the CPU, which tests/kernels holds against float64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from torch import Tensor
 from amp_engine import kernels
 from amp_engine.kernels import Formula
 from amp_engine.kernels.formulas import Adagrad, Adam, Lamb, NovoGrad, Sgd
-from tests.gpu import oracle
 from tests.gpu.support import (
     FLOATS,
     GPU,
     HALVES,
     SIZES,
-    assert_rounded,
     assert_same_bits,
     memory,
     no_sync,
@@ -101,46 +99,15 @@ def problem(kind, sizes, n_steps=3, momentum=True):
     return Problem(kind, weights, copies, state1, state2, torch.zeros(n), norms, grads)
 
 
-def exact_steps(p, h):
-    """The weights after all steps in float64, from weights that stay in float64."""
-    weights = [w.double() for w in p.weights]
-    state1 = [torch.zeros_like(w) for w in weights]
-    state2 = [None if p.kind == "novograd" else torch.zeros_like(w) for w in weights]
-    steps = [0] * len(weights)
-    for gradients in p.gradients:
-        exact = [None if g is None else g.double() * INV_SCALE for g in gradients]
-        clip = 1.0
-        if isinstance(h, Lamb) and h.max_grad_norm:
-            total = sum(g.square().sum() for g in exact if g is not None) ** 0.5
-            clip = max(1.0, float(total) / h.max_grad_norm)
-        for i, g in enumerate(exact):
-            if g is None or not g.numel():
-                continue
-            steps[i] += 1
-            extra = (clip,) if p.kind == "lamb" else ()
-            function = getattr(oracle, p.kind)
-            weights[i], state1[i], state2[i] = function(weights[i], g, state1[i], state2[i], steps[i], h, *extra)
-    return weights
-
-
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("kind", "h"), CASES)
-def test_steps_are_right_and_the_same_on_the_cpu(kind, h, sizes):
+def test_steps_are_the_same_on_the_cpu(kind, h, sizes):
     on_cpu = problem(kind, sizes, momentum=kind != "sgd" or h.momentum != 0)
-    exact = exact_steps(on_cpu, h)
-    start = [w.double() for w in on_cpu.weights]
     ours = on_cpu.on_gpu()
     table, inv_scale = ours.table(), torch.tensor(INV_SCALE, device=GPU)
     with no_sync():
         for k in range(len(ours.gradients)):
             ours.step(table, k, h, inv_scale=inv_scale)
-    for weight, copy, before, after in zip(ours.weights, ours.copies, start, exact, strict=True):
-        if weight.dtype != torch.float32:
-            continue  # rounded in every step
-        moved = float((after - before).abs().max()) if after.numel() else 0.0
-        assert_rounded(weight, after, slack=2e-6 * (1 + moved))
-        if copy is not None:
-            assert_same_bits(copy, weight.to(copy.dtype))
     table = on_cpu.table()
     for k in range(len(on_cpu.gradients)):
         on_cpu.step(table, k, h, inv_scale=torch.tensor(INV_SCALE))

@@ -57,17 +57,6 @@ def test_they_are_chosen_from_what_the_command_line_leaves(request):
     assert places["tests.conftest"] < places["_pytest.mark"]  # of -k and -m
 
 
-def test_cases_that_share_a_fixture_stay_side_by_side():
-    sharing = [case(f"a.py::{name}[{ranks}]", ranks=ranks) for ranks in (2, 3) for name in ("one", "two")]
-    assert chosen(sharing, 2) == sharing
-
-
-@pytest.mark.parametrize("together", [1, 2])
-def test_of_one_parameter_each_value_is_run(together):
-    cases = product_of({"name": [object() for _ in range(5)]})
-    assert chosen(cases, together) == cases
-
-
 def test_tests_without_parameters_are_run_and_each_is_one_of_its_file():
     rows = [case("a.py::one"), *(case(f"{file}.py::two[{i}]", i=i, twice=2 * i) for file in "ab" for i in range(3))]
     assert chosen(rows, 1) == rows

@@ -113,15 +113,6 @@ def test_a_part_that_is_killed_leaves_what_it_has_found(tmp_path):
     assert len(list(tmp_path.iterdir())) <= 8  # as many come back from such a machine
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"), [(["--part", "E"], "there is no part E"), (["--only", "zoo"], "there is no stage 'zoo'")]
-)
-def test_what_there_is_is_said_of_what_there_is_not(tmp_path, arguments, said):
-    done = gpu_run(tmp_path, *arguments)
-    assert done.returncode == 1
-    assert said in done.stderr
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(("wanted", "said"), [("gpu", "torch finds no GPU"), ("cuda", "it may be gpu or stand-in")])
 def test_tests_that_are_to_run_on_a_gpu_fail_without_one(tmp_path, monkeypatch, wanted, said):
@@ -235,11 +226,6 @@ def test_a_stage_that_overruns_is_ended_with_what_it_started_and_the_rest_goes_o
     assert outcomes[-1].note == "fine"
     log = (tmp_path / "log").read_text()
     assert "=== last: ok" in log
-
-
-def test_a_report_names_files_as_the_repository_does(tmp_path):
-    (outcome,) = run([Stage("warning", python(f"print({str(ROOT / 'tests/a.py')!r} + ':1: why')"), 30.0)], tmp_path)
-    assert outcome.note == "tests/a.py:1: why"
 
 
 def test_a_stage_that_does_not_listen_is_killed(tmp_path):
@@ -428,14 +414,6 @@ def test_clocks_are_asked_for_while_stages_run(tmp_path, monkeypatch):
         clocks.close()
     assert (rows[0]["stage"], rows[0]["SM MHz"], rows[0]["W"]) == ("steps", "1980", "650")
     assert (tmp_path / "clocks.csv").read_text().startswith("stage,clocks.sm,")
-
-
-def test_without_nvidia_smi_there_are_no_clocks(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    clocks = Clocks(tmp_path / "clocks.csv")
-    clocks.close()
-    assert clocks.rows() == []
-    assert not (tmp_path / "clocks.csv").exists()
 
 
 def test_clocks_are_those_under_load():

@@ -1,11 +1,8 @@
 """An engine and optimizers that overlap, repeat, or are not its own."""
 
-import gc
 import inspect
-import operator
 import pickle
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,33 +29,6 @@ def linear():
 INPUTS = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-def gradient():
-    model = linear()
-    model(INPUTS).square().sum().backward()
-    return model.weight.grad
-
-
-@pytest.mark.parametrize("level", ["O0", "O3"])
-def test_a_parameter_of_two_optimizers_is_unscaled_once(engine, level):
-    model = linear()
-    both = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)]
-    engine.initialize(model, both, opt_level=level, loss_scale=1024.0, verbosity=0)
-    with engine.scale_loss(model(INPUTS).square().sum(), both) as scaled_loss:
-        scaled_loss.backward()
-    for optimizer in both:
-        (param,) = engine.master_params(optimizer)
-        torch.testing.assert_close(param.grad.float(), gradient(), rtol=1e-2, atol=1e-2)
-
-
-def test_an_optimizer_listed_twice_counts_once(engine):
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
-    with engine.scale_loss(model(INPUTS).square().sum(), [optimizer, optimizer]) as scaled_loss:
-        scaled_loss.backward()
-    torch.testing.assert_close(next(engine.master_params(optimizer)).grad, gradient(), rtol=1e-2, atol=1e-2)
-
-
 def test_a_foreign_optimizer_is_named(engine):
     model = linear()
     engine.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O2", verbosity=0)
@@ -75,22 +45,6 @@ def test_a_loss_id_without_scaler_is_told_how_many_there_are(engine):
     engine.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
     with pytest.raises(AmpIndexError, match=r"loss_id=2, but there are 2 loss scalers \(loss_id 0 to 1\)"):
         engine.scale_loss(torch.ones(()), optimizer, loss_id=2).__enter__()
-
-
-def test_entering_scale_loss_inside_of_itself_is_refused_and_undone(engine):
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
-    loss = model(INPUTS).square().sum()
-    with (
-        pytest.raises(AmpStateError, match="entered again for SGD"),
-        engine.scale_loss(loss, optimizer),
-        engine.scale_loss(loss, optimizer),
-    ):
-        pass
-    with engine.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    torch.testing.assert_close(next(engine.master_params(optimizer)).grad, gradient(), rtol=1e-2, atol=1e-2)
 
 
 def test_backwards_do_not_pile_up_without_a_step(engine):
@@ -125,33 +79,6 @@ def gradients(engine, optimizer):
     return [p.grad.clone() for p in engine.master_params(optimizer)]
 
 
-def test_a_gradient_that_is_a_view_of_a_bucket_survives_the_next_backward(engine):
-    # As under DDP's gradient_as_bucket_view, with a bucket that one parameter fills.
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine.initialize(model, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
-    bucket = torch.zeros(8)
-    for _ in range(2):
-        with engine.scale_loss(model(INPUTS).square().sum(), optimizer) as scaled_loss:
-            bucket.copy_(torch.autograd.grad(scaled_loss, model.weight)[0].flatten())
-            model.weight.grad = bucket.view(2, 4)
-    torch.testing.assert_close(model.weight.grad, 2 * gradient())
-
-
-def test_a_failing_registration_leaves_the_optimizer_with_the_models_parameters(engine):
-    class Refuses(torch.optim.SGD):
-        def register_load_state_dict_pre_hook(self, *args, **kwargs):
-            raise OSError("not today")
-
-    model = linear()
-    optimizer = Refuses(model.parameters(), 0.1)
-    before = model.weight.detach().clone()
-    with pytest.raises(OSError, match="not today"):
-        engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert optimizer.param_groups[0]["params"][0] is model.weight
-    assert torch.equal(model.weight, before)
-
-
 @pytest.mark.parametrize(
     "hooks",
     [
@@ -177,26 +104,6 @@ def test_an_optimizer_without_hooks_is_refused_by_name(engine, hooks):
     assert model.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_closing_with_a_pending_skip_drops_the_gradients_that_overflowed(level):
-    engine = Engine()
-    model, optimizer = start(engine, level, loss_scale="dynamic")
-    before = [p.detach().float() for p in engine.master_params(optimizer)]
-    backward(engine, model, optimizer, factor=float("inf"))
-    engine.close()
-    optimizer.step()
-    assert all(map(torch.equal, model.parameters(), before))
-
-
-def test_a_pending_skip_survives_another_initialize_without_scaling(engine):
-    model, optimizer = start(engine, "O0", loss_scale="dynamic")
-    backward(engine, model, optimizer, factor=float("nan"))
-    engine.initialize(linear(), opt_level="O0", verbosity=0)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()
-    assert all(map(torch.equal, model.parameters(), before))
-
-
 @pytest.mark.parametrize("call", ["close", "initialize"])
 def test_nothing_is_taken_away_inside_of_scale_loss(engine, call):
     model, optimizer = start(engine)
@@ -205,14 +112,6 @@ def test_nothing_is_taken_away_inside_of_scale_loss(engine, call):
         with pytest.raises(AmpStateError, match=rf"{call}\(\) was called inside"):
             engine.close() if call == "close" else engine.initialize(linear())
     optimizer.step()
-
-
-def test_a_window_left_open_outlives_an_initialize_with_fewer_losses(engine):
-    model, optimizer = start(engine, num_losses=3)
-    backward(engine, model, optimizer, loss_id=2, delay_unscale=True)
-    engine.initialize(linear(), opt_level="O0", verbosity=0)
-    optimizer.step()
-    assert all(p.isfinite().all() for p in engine.master_params(optimizer))
 
 
 @pytest.mark.parametrize("call", ["ListCheck.look", "tensor_lists.gradients", "tensor_lists.unscaled_outputs"])
@@ -235,53 +134,10 @@ def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(call, engin
         torch.testing.assert_close(grad, 2 * earlier, rtol=2e-2, atol=1e-4)
 
 
-def test_clipping_in_an_open_window_is_no_zero_grad(engine):
-    model, optimizer = start(engine)
-    backward(engine, model, optimizer, delay_unscale=True)
-    torch.nn.utils.clip_grad_norm_(engine.master_params(optimizer), 1e9)
-    backward(engine, model, optimizer)
-    accumulated = gradients(engine, optimizer)
-    optimizer.zero_grad()
-    backward(engine, model, optimizer, factor=2.0)
-    for grad, expected in zip(accumulated, gradients(engine, optimizer), strict=True):
-        torch.testing.assert_close(grad, expected, rtol=2e-2, atol=1e-4)
-
-
-def test_closing_an_open_window_leaves_no_gradient_of_its_own():
-    engine = Engine()
-    model, optimizer = start(engine)
-    backward(engine, model, optimizer, delay_unscale=True)
-    engine.close()
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_a_loss_that_is_no_tensor_is_named(engine):
     model, optimizer = start(engine)
     with pytest.raises(AmpTypeError, match="the loss as a tensor, not a float"):
         engine.scale_loss(0.5, optimizer).__enter__()
-
-
-def test_parameters_put_into_the_groups_again_get_the_masters_they_had(engine):
-    model, optimizer = start(engine)
-    masters = list(engine.master_params(optimizer))
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    backward(engine, model, optimizer)
-    assert all(a is b for a, b in zip(engine.master_params(optimizer), masters, strict=True))
-
-
-def test_a_module_that_loads_another_value_decides_for_the_master(engine):
-    class Halves(nn.Linear):
-        def _load_from_state_dict(self, *args):
-            super()._load_from_state_dict(*args)
-            with torch.no_grad():
-                self.weight.mul_(0.5)
-
-    model = Halves(4, 2, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    model.load_state_dict({"weight": torch.full((2, 4), 3.0)})
-    backward(engine, model, optimizer)
-    assert next(engine.master_params(optimizer)).unique().tolist() == [1.5]
 
 
 @pytest.mark.parametrize("given", [1e39, 1e-46, 1e-40])
@@ -330,71 +186,10 @@ def test_parameters_that_others_sharded_are_refused_by_name_where_they_are_cast(
     engine.initialize(model, optimizer, opt_level="O4", verbosity=0)
 
 
-def test_a_class_that_cannot_step_nothing_is_skipped_and_goes_on(engine):
-    class WantsMany(torch.optim.SGD):
-        def step(self, closure=None):
-            if sum(p.numel() for p in self.param_groups[0]["params"]) < 8:
-                raise ArithmeticError("too few")
-            return super().step(closure)
-
-    model = linear()
-    optimizer = WantsMany(model.parameters(), 0.1)
-    engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    before = model.weight.detach().clone()
-    backward(engine, model, optimizer, factor=float("inf"))
-    optimizer.step()
-    assert torch.equal(model.weight, before)
-    optimizer.zero_grad()
-    backward(engine, model, optimizer)
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
-
-
-def test_one_window_has_one_loss_id(engine):
-    model, optimizer = start(engine, num_losses=2)
-    backward(engine, model, optimizer, delay_unscale=True)
-    with pytest.raises(AmpStateError, match="loss_id=1, but this optimizer has gradients of loss_id=0"):
-        backward(engine, model, optimizer, loss_id=1)
-    backward(engine, model, optimizer)
-    assert all(g.isfinite().all() for g in gradients(engine, optimizer))
-
-
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
 def test_checkpoints_before_initialize_are_told_what_to_call(engine, call):
     with pytest.raises(AmpStateError, match=rf"amp.{call}\(\) was called before amp.initialize\(\)"):
         engine.state_dict() if call == "state_dict" else engine.load_state_dict({})
-
-
-def test_an_argument_of_step_that_is_no_closure_is_passed_on(engine):
-    class Takes(torch.optim.SGD):
-        def step(self, number):
-            self.param_groups[0]["number"] = number
-            return super().step()
-
-    model = linear()
-    optimizer = Takes(model.parameters(), 0.1)
-    engine.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
-    optimizer.step(3)
-    assert optimizer.param_groups[0]["number"] == 3
-
-
-def test_an_optimizer_with_an_open_window_is_freed(engine):
-    model, optimizer = start(engine)
-    backward(engine, model, optimizer, delay_unscale=True)
-    ref = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert ref() is None
-
-
-def test_a_float64_gradient_beyond_float32_is_finite(engine):
-    model = linear().double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with engine.scale_loss(torch.zeros(()), optimizer):
-        model.weight.grad = torch.full_like(model.weight, 1e300)
-    optimizer.step()
-    assert not engine.step_was_skipped(optimizer)
 
 
 # --- two threads in one engine --------------------------------------------------------------------
@@ -433,27 +228,6 @@ def in_two_threads(model, first, second):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_two_threads_may_close(level):
-    engine, model = Engine(), HeldUp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    engine.initialize(model, optimizer, opt_level=level, verbosity=0)
-    dtypes = []
-
-    def close():
-        engine.close()
-        dtypes.append(model.weight.dtype)
-
-    assert in_two_threads(model, close, close) == [None, None]
-    assert dtypes == [torch.float32] * 2
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(tensor, before[name], rtol=1e-2 if level == "O3" else 0, atol=0)
-    assert all(map(operator.is_, optimizer.param_groups[0]["params"], model.parameters()))
-    assert not any((model._forward_hooks, model._forward_pre_hooks, model._state_dict_hooks))
-    assert not optimizer._optimizer_step_pre_hooks
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 def test_an_optimizer_that_two_threads_initialize_is_taken_once(level):
     model = HeldUp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -480,22 +254,6 @@ def test_close_in_one_thread_waits_for_initialize_in_another(level):
     assert engine.policy is None
     assert model.weight.dtype == torch.float32
     assert not hasattr(optimizer, "_amp_stash")
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_two_threads_initialize_models_of_their_own(level):
-    model, other = HeldUp(), linear()
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, other)]
-    with Engine() as engine:
-        in_two_threads(
-            model,
-            lambda: engine.initialize(model, optimizers[0], opt_level=level, verbosity=0),
-            lambda: engine.initialize(other, optimizers[1], opt_level=level, verbosity=0),
-        )
-        for m, optimizer in zip((model, other), optimizers, strict=True):
-            backward(engine, m, optimizer)
-            optimizer.step()
-    assert model.weight.dtype == other.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -85,13 +85,6 @@ def pair(request: pytest.FixtureRequest, level: str) -> Pair:
     return Pair(level, OPTIMIZERS[request.param])
 
 
-def test_a_master_keeps_what_rounding_took(pair: Pair) -> None:
-    assert pair.param.dtype == HALF[pair.level]
-    assert pair.param.unique().tolist() == [1.0]
-    assert pair.master.unique().tolist() == [1.0 + SMALL]
-    assert pair.optimizer.param_groups[0]["params"][0] is pair.param
-
-
 # --- the parameter is written -----------------------------------------------------------------------------------------
 
 
@@ -122,11 +115,6 @@ def test_weights_that_are_written_before_the_first_step_are_the_masters(
     assert master[0].unique().tolist() == [3.0]
     assert torch.equal(master[1:], before[1:])
     assert torch.equal(master.to(model.weight.dtype), model.weight)
-
-
-def test_a_write_reaches_the_master_before_anybody_sees_it(pair: Pair) -> None:
-    by_version(pair.param)
-    assert pair.master[0].unique().tolist() == [3.0]
 
 
 @pytest.mark.parametrize("transform", ["memory format", "expanded"])
@@ -209,12 +197,6 @@ def test_on_masters_shows_masters_in_groups_and_state_and_rounds_them_at_the_end
     assert pair.master[0].unique().tolist() == [3.0 + SMALL]
 
 
-def test_on_masters_ends_where_its_body_raises(pair: Pair) -> None:
-    with pytest.raises(KeyError), amp.on_masters(pair.optimizer):
-        raise KeyError
-    assert pair.optimizer.param_groups[0]["params"][0] is pair.param
-
-
 # --- who has a master -------------------------------------------------------------------------------------------------
 
 
@@ -288,16 +270,3 @@ def test_a_split_parameter_that_was_written_through_data_keeps_a_rest_below_its_
     amp.close()
     assert torch.equal(split.weight[0].bfloat16(), torch.full((4,), 3.0, dtype=torch.bfloat16))
     assert split.weight[1:].unique().tolist() == [1.0 + SMALL]
-
-
-def test_a_split_parameter_in_another_layout_is_the_value_and_is_trained() -> None:
-    model = nn.Conv2d(3, 4, 2, bias=False)
-    nn.init.constant_(model.weight, 1.0 + SMALL)
-    optimizer = momentum_sgd(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model(torch.ones(1, 3, 2, 2)).mul(2.0**-13).sum().backward()
-    optimizer.step()
-    step = 0.1 * 2.0**-13  # lost in half
-    assert model.weight.unique().tolist() == [1.0]
-    assert model.state_dict()["weight"].flatten().tolist() == pytest.approx([1.0 - step] * 48, rel=0, abs=1e-7)

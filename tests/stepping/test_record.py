@@ -285,15 +285,6 @@ def test_an_overflow_skips_each_step_until_it_is_zeroed(cell: Cell) -> None:
     assert cell.weight == -1.0
 
 
-def test_after_a_taken_step_gradients_stay_and_are_added_to(cell: Cell) -> None:
-    cell.backward(2.0)
-    cell.step()
-    cell.backward(4.0)
-    assert cell.grad == 6.0
-    cell.step()
-    assert cell.weight == 1.0 - 2.0 - 6.0
-
-
 # --- plain loops and a scale ------------------------------------------------------------------------------------------
 
 
@@ -364,17 +355,6 @@ def test_a_step_unscales_a_delayed_gradient(delayed: Cell) -> None:
     assert (delayed.weight, delayed.grad) == (-1.0, 2.0)
 
 
-def test_a_read_of_masters_unscales_a_delayed_gradient(delayed: Cell) -> None:
-    assert delayed.weight == 1.0
-    assert delayed.grad == 2.0
-
-
-@pytest.mark.parametrize("delayed", DENSE, indirect=True)
-def test_a_clipping_unscales_a_delayed_gradient(delayed: Cell) -> None:
-    assert float(amp.clip_grad_norm_(delayed.optimizer, 100.0)) == pytest.approx(2.0 * SIZE**0.5)
-    assert delayed.grad == 2.0
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_reaches_a_delayed_gradient(delayed: Cell, set_to_none: bool) -> None:
     delayed.optimizer.zero_grad(set_to_none)
@@ -443,14 +423,6 @@ def test_an_exit_that_refuses_gives_gradients_back(kind: str) -> None:
     assert cell.grad == 2.0
 
 
-def test_two_backwards_of_a_body_add_up(cell: Cell) -> None:
-    cell.backward(1.0)
-    with amp.scale_loss(cell.loss(2.0), cell.optimizer) as scaled_loss:
-        scaled_loss.backward(retain_graph=True)
-        scaled_loss.backward()
-    assert cell.grad == 5.0
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_body_inside_of_a_body_is_refused_and_changes_nothing(kind: str) -> None:
     cell = Cell(kind, 8.0)
@@ -474,15 +446,6 @@ def test_a_step_inside_of_a_body_is_refused_at_a_scale_and_taken_at_1(scale: flo
         else:
             cell.step()
     assert (cell.weight, cell.grad) == (1.0 if scale != 1.0 else -1.0, 2.0)
-
-
-def test_small_gradients_are_added_exactly_beside_a_master(scale: float) -> None:
-    cell = Cell("half, master", scale)
-    for grad in (1.0, *[2.0**-9] * 16):  # of which bfloat16 would lose each
-        cell.backward(grad)
-    assert cell.grad == 1.0 + 2.0**-5
-    cell.step()
-    assert cell.weight == -(2.0**-5)
 
 
 @pytest.mark.parametrize("kind", ["half, master", "half", "FP32"])
@@ -520,16 +483,3 @@ def test_master_params_show_the_models_own_gradients_in_float32(kind: str, scale
     assert cell.grad == 2.0
     assert master.grad is not None
     assert master.grad.dtype == master.dtype
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("kind", HAS_MASTER)
-def test_what_is_done_to_the_gradient_of_a_master_is_done_to_the_models(kind: str, scale: float, write: str) -> None:
-    cell = Cell(kind, scale)
-    cell.backward(2.0)
-    change, factor = WRITES[write]
-    (master,) = amp.master_params(cell.optimizer)
-    change(master)
-    assert not cell.step()
-    assert cell.grad == (None if factor is None else 2.0 * factor)
-    assert cell.weight == 1.0 - 2.0 * (factor or 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,17 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import AmpTypeError, Engine, amp
+from amp_engine import AmpTypeError, amp
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
-    MASTER_LEVELS,
     assert_bitwise,
     backward,
     frozen,
     masters,
     optimizer_values,
-    scaler_numbers,
     started,
     train,
 )
@@ -88,17 +85,6 @@ def test_a_clip_is_the_one_of_torch(level: str, max_norm: float) -> None:
     assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, max_norm))
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_parameter_of_two_optimizers_is_in_the_norms_of_both(level: str) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    optimizers = [torch.optim.SGD(layers.parameters(), lr=0.1) for layers in (model[:2], model[1:])]
-    amp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=128.0)
-    backward(model(torch.randn(3, 4)).float().square().sum(), optimizers)
-    for optimizer in reversed(optimizers):  # the first one unscaled what they share
-        norm = true_norm(gradients(optimizer))
-        torch.testing.assert_close(amp.clip_grad_norm_(optimizer, INF).item(), norm, rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "FusedNovoGrad", "RMSprop"])
 def test_every_optimizer_is_clipped(name: str) -> None:
     assert_same_clip(one_backward("O2", OPTIMIZERS[name]), lambda optimizer, clip: clip(optimizer, max_norm=1e-2))
@@ -136,14 +122,6 @@ def test_the_norm_of_half_gradients_has_the_digits_of_float32(make: Any, norm_ty
         torch.testing.assert_close(p.grad, (g * (0.5 / expected)).to(p.dtype), rtol=1e-2, atol=0.0)
 
 
-def test_a_norm_beyond_float16_is_finite() -> None:
-    model = nn.Linear(4, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
-    model.weight.grad = torch.full_like(model.weight, 60000.0)
-    assert amp.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(120000.0)
-
-
 @pytest.mark.parametrize("engine", ["none", "another", "closed"])
 def test_an_optimizer_that_no_engine_knows_is_clipped(engine: str) -> None:
     if engine == "another":
@@ -160,17 +138,6 @@ def test_an_optimizer_that_no_engine_knows_is_clipped(engine: str) -> None:
     assert true_norm([param.grad for param in model.parameters()]) == pytest.approx(1e-2, rel=1e-3)
 
 
-def test_an_engine_without_amp_clips() -> None:
-    model = MLP.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Engine() as engine:
-        engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        backward(MLP.loss(model, MLP.batch()), optimizer, engine=engine)
-        expected = true_norm([param.grad for param in model.parameters()])
-        assert engine.clip_grad_norm_(optimizer, 1e-2).item() == pytest.approx(expected, rel=1e-3)
-        assert true_norm([master.grad for master in engine.master_params(optimizer)]) == pytest.approx(1e-2, rel=1e-3)
-
-
 def test_amp_that_is_not_enabled_clips() -> None:
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -178,99 +145,6 @@ def test_amp_that_is_not_enabled_clips() -> None:
     backward(MLP.loss(model, MLP.batch()), optimizer)
     amp.clip_grad_norm_(optimizer, 1e-2)
     assert true_norm(gradients(optimizer)) == pytest.approx(1e-2, rel=1e-3)
-
-
-def test_the_norm_is_the_users_to_keep() -> None:
-    """Writing into it clips nothing; later clips leave it alone."""
-    optimizer = one_backward("O2")()
-    norm = amp.clip_grad_norm_(optimizer, 1e-2)
-    assert (norm.dtype, norm.shape, norm.requires_grad) == (torch.float32, (), False)
-    value = norm.item()
-    norm.fill_(1e9)
-    assert true_norm(gradients(optimizer)) == pytest.approx(1e-2, rel=1e-3)
-    amp.close()
-    optimizer = one_backward("O2")()
-    norm = amp.clip_grad_norm_(optimizer, 1e-2)
-    amp.clip_grad_norm_(optimizer, 1e-3)
-    optimizer.step()
-    assert norm.item() == value
-
-
-# --- when it is looked at -------------------------------------------------------------------------
-
-
-def look(optimizer: Optimizer) -> None:
-    for master in amp.master_params(optimizer):
-        assert master.grad is None or master.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("level", ["O1", *MASTER_LEVELS])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0])
-def test_the_factor_shows_when_gradients_are_looked_at_after_the_clip(level: str, norm_type: float) -> None:
-    optimizer = one_backward(level)()
-    whole = gradients(optimizer)
-    amp.close()
-    optimizer = one_backward(level)()
-    norm = amp.clip_grad_norm_(optimizer, 1e-2, norm_type)
-    torch.testing.assert_close(gradients(optimizer), [g * (1e-2 / (norm + 1e-6)) for g in whole], rtol=1e-5, atol=1e-9)
-    assert true_norm(gradients(optimizer), norm_type) == pytest.approx(1e-2, rel=1e-3)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "RMSprop"])
-def test_looking_after_a_clip_changes_no_bit_of_the_step(name: str, level: str) -> None:
-    def run(*, looking: bool) -> dict[str, Any]:
-        optimizer = one_backward(level, OPTIMIZERS[name])()
-        amp.clip_grad_norm_(optimizer, 1e-2)
-        if looking:
-            look(optimizer)
-        optimizer.step()
-        values = optimizer_values(optimizer)
-        amp.close()
-        return values
-
-    seen, unseen = run(looking=True), run(looking=False)
-    if name == "FusedLAMB":  # its own norms are of rounded gradients, or of half ones
-        torch.testing.assert_close(seen["params"], unseen["params"], rtol=1e-5, atol=1e-7)
-    else:
-        assert_bitwise(seen, unseen)
-
-
-def test_gradients_edited_after_a_clip_are_stepped_as_they_are() -> None:
-    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
-        norm = clip(optimizer, 1e-2)
-        for master in list(amp.master_params(optimizer))[1:3]:
-            master.grad.mul_(3)
-        return norm
-
-    assert_same_clip(one_backward("O2"), use)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_undoes_a_clip(set_to_none: bool) -> None:
-    model, optimizer = started()
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    amp.clip_grad_norm_(optimizer, 1e-6)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
-    after = gradients(optimizer)
-    amp.close()
-    model, optimizer = started()
-    model(NORMED_MLP.batch()[0])
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
-    assert_bitwise(after, gradients(optimizer))
-
-
-def test_a_clip_counts_for_one_step_only() -> None:
-    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
-        norm = clip(optimizer, 1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
-        for master in amp.master_params(optimizer):
-            master.grad = torch.ones_like(master)
-        return norm
-
-    assert_same_clip(one_backward("O2"), use)
 
 
 # --- several clips, several backwards -------------------------------------------------------------
@@ -286,63 +160,7 @@ def test_clips_in_a_row_are_those_of_torch(level: str, max_norms: Any, norm_type
     )
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("between", [None, 1e-2])
-def test_a_clip_after_accumulation_is_the_one_of_torch(level: str, between: float | None) -> None:
-    models: list[nn.Module] = []
-
-    def prepare() -> Optimizer:
-        model, optimizer = started(level)
-        models.append(model)
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-        return optimizer
-
-    def use(optimizer: Optimizer, clip: Clip) -> list[Tensor]:
-        norms = [] if between is None else [clip(optimizer, between)]
-        backward(NORMED_MLP.loss(models[-1], NORMED_MLP.batch(1)), optimizer)
-        return [*norms, clip(optimizer, 2e-2)]
-
-    assert_same_clip(prepare, use)
-
-
-def test_each_of_two_optimizers_is_clipped_by_its_own_norm() -> None:
-    def run(*, clipping: bool) -> list[float]:
-        model = NORMED_MLP.model()
-        params = list(model.parameters())
-        optimizers = [torch.optim.SGD(half, lr=0.1) for half in (params[:3], params[3:])]
-        amp.initialize(model, optimizers, opt_level="O2", verbosity=0)
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizers)
-        if clipping:
-            amp.clip_grad_norm_(optimizers[0], 1e-2)
-        norms = [true_norm(gradients(optimizer)) for optimizer in optimizers]
-        amp.close()
-        return norms
-
-    whole, clipped = run(clipping=False), run(clipping=True)
-    assert clipped == [pytest.approx(1e-2, rel=1e-3), whole[1]]
-
-
 # --- overflow -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "RMSprop"])
-def test_a_clip_of_an_overflow_skips_and_leaves_every_bit(name: str, level: str, norm_type: float) -> None:
-    model, optimizer = started(level, OPTIMIZERS[name])
-    train(NORMED_MLP, model, optimizer, "c")
-    before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
-    optimizer.zero_grad()
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=True)
-    norm = amp.clip_grad_norm_(optimizer, 1.0, norm_type)
-    assert not math.isfinite(norm.item())
-    optimizer.step()
-    assert_bitwise(optimizer_values(optimizer), before)
-    assert_bitwise(frozen(list(model.parameters())), halves)
-    assert scaler_numbers() == (32768.0, 0)
-    train(NORMED_MLP, model, optimizer, "c", first=2)
-    assert all(master.isfinite().all() for master in masters(optimizer))
-    assert not torch.equal(masters(optimizer)[0], before["params"][0])
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])
@@ -358,46 +176,6 @@ def test_error_if_nonfinite_raises_and_clips_nothing(level: str, norm_type: floa
     optimizer.zero_grad()
     train(NORMED_MLP, model, optimizer, "c")
     assert not torch.equal(masters(optimizer)[0], before["params"][0])
-
-
-def test_a_refused_clip_leaves_the_gradients_as_they_were() -> None:
-    model, optimizer = started(task=MLP)
-    with amp.scale_loss(MLP.loss(model, MLP.batch()), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        model[0].bias.grad[0] = INF
-        kept = [param.grad.float() / 65536 for param in model.parameters()]
-    with pytest.raises(RuntimeError):
-        amp.clip_grad_norm_(optimizer, 1e-3, error_if_nonfinite=True)
-    assert_bitwise(gradients(optimizer), kept)
-
-
-@pytest.mark.parametrize("max_norm", [1.0, INF])
-def test_a_static_scale_steps_on_the_gradients_that_torch_would_clip(max_norm: float) -> None:
-    """A non-finite norm is not skipped there: what torch's factor makes of the gradients goes into the weights."""
-    finite = []
-    for clip in (amp.clip_grad_norm_, by_torch):
-        model, optimizer = started(task=MLP, loss_scale=1024.0)
-        with amp.scale_loss(MLP.loss(model, MLP.batch()), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            model[2].bias.grad[0] = INF
-        norm = clip(optimizer, max_norm)
-        assert norm.item() == INF
-        optimizer.step()
-        finite.append([master.isnan() for master in masters(optimizer)])
-        amp.close()
-    assert_bitwise(*finite)
-
-
-def test_scaled_half_gradients_are_clipped_where_no_gradient_is_float32() -> None:
-    model = nn.Linear(4, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O3", loss_scale=64.0, verbosity=0)
-    backward(model(torch.ones(2, 4)).sum(), optimizer)
-    before = [p.grad.clone() for p in model.parameters()]
-    norm = amp.clip_grad_norm_(optimizer, 1.0)
-    torch.testing.assert_close(norm, torch.cat([g.float().flatten() for g in before]).norm())
-    for p, g in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(p.grad.float(), g.float() / norm, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -499,52 +277,6 @@ def test_a_clip_of_a_model_says_what_to_write() -> None:
 def test_master_params_of_a_model_says_what_it_takes() -> None:
     with pytest.raises(AmpTypeError, match=r"takes the optimizer, not a [A-Z]\w+.*amp\.master_params\(optimizer\)"):
         amp.master_params(MLP.model())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_torchs_clip_of_the_models_gradients_is_that_of_the_optimizer(level: str) -> None:
-    outcomes = []
-    for by_amp in (True, False):
-        model, optimizer = started(level, task=MLP)
-        backward(MLP.loss(model, MLP.batch()), optimizer)
-        clipped = optimizer if by_amp else model.parameters()
-        norm = (amp if by_amp else nn.utils).clip_grad_norm_(clipped, 1e-2)
-        optimizer.step()
-        outcomes.append((norm.float(), masters(optimizer)))
-        amp.close()
-    is_half = level == "O5"  # the gradients of the model
-    torch.testing.assert_close(*outcomes, rtol=1e-2 if is_half else 1e-5, atol=1e-5 if is_half else 1e-7)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_what_is_done_to_gradients_as_it_should_be_is_not_warned_of(level: str) -> None:
-    model, optimizer = started(level)
-
-    def exit_(index: int, **keywords: Any) -> None:
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, **keywords)
-
-    for index in range(2):
-        exit_(index)
-        amp.clip_grad_norm_(optimizer, 1e-3)
-        nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
-        optimizer.step()
-        model.zero_grad(set_to_none=False)
-        exit_(index)
-        by_torch(optimizer, 1e-3)
-        exit_(index)  # accumulates
-        exit_(index, delay_unscale=True)
-        exit_(index)
-        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        optimizer.step()
-        exit_(index, delay_unscale=True)
-        optimizer.step()
-        model.zero_grad()
-        exit_(index)
-        optimizer.step()
-        model.zero_grad()
-        exit_(index)
-        optimizer.zero_grad()
-        model.zero_grad()
 
 
 WRITES: dict[str, Callable[[nn.Parameter], Any]] = {

@@ -91,17 +91,3 @@ def test_gradients_that_are_taken_by_hand_are_unscaled() -> None:
     expected = torch.autograd.grad(loss_of(model, 0), model.filter)[0]
     found = amp.unscale(torch.autograd.grad(amp.scale(loss_of(model, 0)), model.filter))[0]
     assert torch.allclose(found, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("delays", [True, False])
-def test_a_histogram_counts_both_parts(delays: bool) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.zeros(1, dtype=torch.complex64))])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
-
-    def step_fn() -> None:
-        loss = torch.view_as_real(model[0]).mul(torch.tensor([[1.0, 4.0]])).sum()
-        with amp.scale_loss(loss, optimizer, delay_unscale=delays) as scaled_loss:
-            scaled_loss.backward()
-
-    assert amp.gradient_histogram(step_fn).weights.counts == ((0, 1), (2, 1))

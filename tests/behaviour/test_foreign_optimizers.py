@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_engine import AmpGradientWarning, AmpStateError, amp
 from amp_engine.optimizers import FusedAdam
-from tests.models import MLP, NORMED_MLP
+from tests.models import MLP
 from tests.support import (
     MASTER_LEVELS,
     assert_bitwise,
@@ -50,26 +50,6 @@ class CountsInGroup(Optimizer):
                     self.state[param].setdefault("seen", torch.zeros(())).add_(1)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_muon_trains_matrices_beside_another_optimizer(level: str) -> None:
-    model = MLP.model()
-    matrices = [param for param in model.parameters() if param.ndim == 2]
-    vectors = [param for param in model.parameters() if param.ndim == 1]
-    muon, sgd = torch.optim.Muon(matrices, lr=0.02), torch.optim.SGD(vectors, lr=0.05)
-    amp.initialize(model, [muon, sgd], opt_level=level, loss_scale="dynamic", verbosity=0)
-    losses = []
-    for outcome in "cccocccccc":
-        before = masters(muon)
-        loss = MLP.loss(model, MLP.batch())
-        backward(loss, [muon, sgd], overflow=outcome == "o")
-        for optimizer in (muon, sgd):
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-        assert torch.equal(before[0], masters(muon)[0]) == (outcome == "o")
-    assert losses[-1] < losses[0]
-
-
 class NeedsClosure(torch.optim.SGD):
     """An optimizer like LBFGS, under another name."""
 
@@ -95,39 +75,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_where_closures_are(
     assert not hasattr(optimizer, "_amp_stash")
 
 
-def test_group_entries_written_by_a_real_step_stay() -> None:
-    model = NORMED_MLP.model()
-    params = list(model.parameters())
-    optimizer = CountsInGroup([{"params": params[:2]}, {"params": params[2:]}])
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    train(NORMED_MLP, model, optimizer, "ccoc")
-    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
-    assert [group["history"] for group in optimizer.param_groups] == [[1, 2, 3], [1, 2, 3]]
-
-
 # --- a step that raises ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("registered", ["before", "after"])
-def test_a_hook_of_the_user_that_raises_leaves_everything_ready(level: str, registered: str) -> None:
-    model = NORMED_MLP.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def refuse(*_: Any) -> None:
-        raise OSError("not today")
-
-    handle = optimizer.register_step_pre_hook(refuse) if registered == "before" else None
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    handle = handle or optimizer.register_step_pre_hook(refuse)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    with pytest.raises(OSError, match="not today"):
-        optimizer.step()
-    handle.remove()
-    half = torch.float16 if level == "O1" else torch.float32
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == half
-    train(NORMED_MLP, model, optimizer, "cc", first=1)
-    assert all(master.isfinite().all() for master in masters(optimizer))
 
 
 def test_a_step_sees_no_casts_at_o1() -> None:
@@ -144,34 +92,6 @@ def test_a_step_sees_no_casts_at_o1() -> None:
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     train(MLP, model, optimizer, "c")
     assert seen == [torch.float32]
-
-
-# --- what a class keeps on itself -----------------------------------------------------------------
-
-
-class LooksAtFew(torch.optim.SGD):
-    """Holds something that cannot be copied, and looks at it in no step."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self.trainer = Uncopied()
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step()
-
-
-class Uncopied:
-    def __copy__(self) -> Any:
-        raise AssertionError("copied")
-
-    __deepcopy__ = __reduce_ex__ = __copy__  # type: ignore[assignment]
-
-
-def test_what_a_step_does_not_look_at_is_not_copied() -> None:
-    model = MLP.model()
-    optimizer = LooksAtFew(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    train(MLP, model, optimizer, "co")
 
 
 # --- hooks that are registered late ---------------------------------------------------------------
@@ -209,27 +129,6 @@ def test_a_hook_that_is_registered_late_clips_what_is_stepped(level: str, make: 
     handle.remove()
     train(MLP, model, optimizer, "c", first=3)
     assert len(seen) == 3
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_hooks_run_once_and_in_their_order_and_give_their_arguments_on(level: str) -> None:
-    model = MLP.model()
-    optimizer = TakesFactor(model.parameters())
-    said: list[Any] = []
-    optimizer.register_step_pre_hook(lambda *_: said.append("first"))
-    optimizer.register_step_post_hook(lambda *_: said.append("after"))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    handle = optimizer.register_step_pre_hook(lambda opt, args, kwargs: (args, {**kwargs, "factor": 0.0}))
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: said.append(kwargs))
-    optimizer.register_step_post_hook(lambda *_: said.append("late"))
-    before = masters(optimizer)
-    train(MLP, model, optimizer, "c")
-    assert said == ["first", {"factor": 0.0}, "after", "late"]
-    assert_bitwise(masters(optimizer), before)
-    handle.remove()
-    train(MLP, model, optimizer, "c")
-    assert said[4:] == ["first", {}, "after", "late"]
-    assert not torch.equal(masters(optimizer)[0], before[0])
 
 
 class TakesFactor(torch.optim.SGD):
@@ -326,16 +225,6 @@ def test_an_optimizer_that_steps_parameters_beside_its_groups_is_refused_with_ma
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_an_optimizer_that_steps_its_groups_under_another_name_is_taken() -> None:
-    model = MLP.model()
-    optimizer = StepsElsewhere(model, "groups")
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    before = frozen(model.state_dict())
-    train(MLP, model, optimizer, "c")
-    after = model.state_dict()
-    assert all(not torch.equal(after[name], value) for name, value in before.items())
-
-
 class Around(Optimizer):
     """Steps its groups by an optimizer that it holds, whose state is its own."""
 
@@ -346,20 +235,6 @@ class Around(Optimizer):
 
     def step(self, closure: Any = None) -> None:
         self.inner.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_an_optimizer_around_one_that_has_stepped_before_is_taken(level: str) -> None:
-    model = MLP.model()
-    optimizer = Around(model.parameters())
-    MLP.loss(model, MLP.batch()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    before = frozen(model.state_dict())
-    train(MLP, model, optimizer, "c")
-    after = model.state_dict()
-    assert all(not torch.equal(after[name], value) for name, value in before.items())
 
 
 class Sharpness(Optimizer):
@@ -461,17 +336,6 @@ def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_the_optimizer_inside_of_one_that_steps_it_by_itself_can_be_passed_alone(level: str) -> None:
-    model = MLP.model()
-    outer = Sharpness(model.parameters())
-    amp.initialize(model, outer.base_optimizer, opt_level=level, verbosity=0)
-    before = [p.detach().clone() for p in model.parameters()]
-    backward(MLP.loss(model, MLP.batch()), outer.base_optimizer)
-    outer.second_step()
-    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
 class Several(Optimizer):
     """Steps by optimizers in a list, each of a part of the parameters; in groups of its own, or in theirs."""
 
@@ -509,21 +373,6 @@ def test_an_optimizer_that_steps_by_another_is_refused_beside_masters(level: str
     with pytest.raises(AmpStateError, match=r"steps by its \..*which FP32 masters would never reach.*opt_level='O4'"):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("level", ["O1", "O3"])
-def test_optimizers_in_a_list_step_what_their_groups_share(level: str) -> None:
-    moved = []
-    for shares in (True, False):
-        model = MLP.model()
-        optimizer = Several(model.parameters(), shares)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        before = [p.detach().clone() for p in model.parameters()]
-        backward(MLP.loss(model, MLP.batch()), optimizer)
-        optimizer.step()
-        moved.append([not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)])
-        amp.close()
-    assert all(all(parts) for parts in moved)
 
 
 class Scheduled:
@@ -602,32 +451,3 @@ def test_a_grad_scaler_steps_masters_of_bfloat16_parameters_as_without_it(made: 
     amp.close()
     without = steps_of_grad_scaler(torch.amp.GradScaler("cpu", enabled=False), "O5", made, how)
     torch.testing.assert_close(with_it, without, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("how", ["unscaled", "not unscaled", "clipped"])
-@pytest.mark.parametrize("made", SCALED)
-def test_a_grad_scaler_that_unscales_float16_gradients_is_refused_by_torch(made: str, how: str) -> None:
-    unscales = (made, how) != ("fused AdamW", "not unscaled")  # whose step unscales
-    with pytest.raises(ValueError, match="unscale FP16 gradients") if unscales else nullcontext():
-        steps_of_grad_scaler(torch.amp.GradScaler("cpu"), "O2", made, how)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_an_optimizer_whose_constructor_is_called_again_goes_on(level: str) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0, skip_on_overflow=True)
-    for index in range(3):
-        before = model.weight.detach().clone()
-        with amp.scale_loss(model(torch.ones(2, 4)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert not torch.equal(model.weight, before)
-        if index == 0:
-            optimizer.__init__(model.parameters(), lr=0.1)  # type: ignore[misc]
-    with amp.scale_loss(model(torch.ones(2, 4)).square().mean() * torch.inf, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    before = model.weight.detach().clone()
-    optimizer.step()
-    assert_bitwise(model.weight.detach(), before)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import amp
-from tests.models import NORMED_MLP
 from tests.support import assert_bitwise
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -93,30 +92,6 @@ def test_its_norm_and_the_clipped_gradient_have_all_bits(run: str, name: str, gr
     torch.testing.assert_close(before - exact(model), total * (0.5 / total.norm()), rtol=3e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("zero", ["none", "never"])
-@pytest.mark.parametrize(("run", "name"), runs("AdamW", "RMSprop"))
-def test_training_goes_on_as_with_half_gradients(run: str, name: str, zero: str, grad_dtype: Any) -> None:
-    losses = []
-    for dtype in (grad_dtype, "default"):
-        model = NORMED_MLP.model()
-        optimizer = OPTIMIZERS[name](model.parameters())
-        amp.initialize(model, optimizer, verbosity=0, **RUNS[run])
-        for p in model.parameters() if dtype != "default" else ():
-            p.grad_dtype = dtype
-        found = []
-        for index in range(4):
-            loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index)) * 0.01
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            if zero != "never":
-                optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
-        amp.close()
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
-
-
 @pytest.mark.parametrize("value", [torch.bfloat16, torch.float32, None], ids=str)
 @pytest.mark.parametrize("run", ["O5", "O5, split"])
 def test_close_gives_a_waiting_gradient_back(run: str, value: Any) -> None:
@@ -128,21 +103,3 @@ def test_close_gives_a_waiting_gradient_back(run: str, value: Any) -> None:
         scaled_loss.backward()
     amp.close()
     assert_bitwise(model.weight.grad.float(), torch.ones(2, 3))
-
-
-def test_a_parameter_that_joins_at_a_scale_of_1_brings_its_float32_gradient() -> None:
-    model = nn.ModuleList([nn.Linear(3, 2, bias=False) for _ in range(2)])
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    late = model[1].weight
-    late.grad_dtype = torch.float32
-    for _ in range(2):
-        with amp.scale_loss(model[1](model[0](torch.ones(1, 3))[:, :1].expand(1, 3)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-    gathered = late.grad.clone()
-    assert gathered.dtype == torch.float32
-    optimizer.add_param_group({"params": [late]})
-    before = late.detach().float().clone()
-    optimizer.step()
-    master = amp.named_masters(model)
-    assert_bitwise(dict(master)["1.weight"].detach(), before - gathered)

@@ -16,9 +16,7 @@ from amp_engine import AmpStateError, AmpWarning, Engine, amp
 from amp_engine.optimizers import FusedAdam
 from tests.models import MLP
 from tests.support import (
-    CAST_LEVELS,
     FUNCTION_LEVELS,
-    HALF,
     assert_bitwise,
     backward,
     left_alone,
@@ -155,56 +153,6 @@ def test_half_weights_that_come_later_are_refused_before_they_are_stepped(level:
 
 
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)
-def test_half_weights_that_were_cast_while_frozen_are_refused_with_the_tables_of_the_step_before(level: str) -> None:
-    model = Normed(torch.float32)
-    optimizer = FusedAdam(model.parameters(), lr=1e-3)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-    def step() -> None:
-        for p in model.parameters():
-            p.grad = torch.ones_like(p) if p.requires_grad else None
-        optimizer.step()
-
-    step()
-    model.norm.requires_grad_(False).bfloat16()
-    step()
-    model.norm.requires_grad_(True)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"Found param norm\.weight with type torch\.BFloat16Tensor"):
-        step()
-    assert_bitwise(dict(model.named_parameters()), before)
-
-
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("arrive", [add_a_group, unfreeze])
-@pytest.mark.parametrize("level", ["O0", "O4"])
-def test_half_weights_that_come_later_are_refused_by_steps_that_torch_takes_itself(
-    level: str, arrive: Any, closure: bool
-) -> None:
-    model: Any = Normed(torch.float32)
-    optimizer = adamw(model)
-    if arrive is unfreeze:
-        model.late = nn.Linear(4, 4).requires_grad_(False)
-        optimizer.add_param_group({"params": list(model.late.parameters())})
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if arrive is unfreeze:
-        model.late.bfloat16()
-
-    def iterate() -> None:
-        optimizer.zero_grad()
-        y = model.first.weight.sum() + (model.late.weight.float().sum() if hasattr(model, "late") else 0.0)
-        y.backward()
-        optimizer.step((lambda: y) if closure else None)
-
-    iterate()
-    arrive(model, optimizer)
-    before = copy.deepcopy(dict(model.named_parameters()))
-    with pytest.raises(AmpStateError, match=r"Found param late\.weight with type torch.BFloat16Tensor"):
-        iterate()
-    assert_bitwise(dict(model.named_parameters()), before)
-
-
-@pytest.mark.parametrize("level", FUNCTION_LEVELS)
 @pytest.mark.parametrize("switch", ["allow_incoming_model_not_fp32", "hard_override"])
 def test_half_weights_are_let_through_where_that_was_asked_for_and_it_is_said_once(level: str, switch: str) -> None:
     setattr(amp._amp_state, switch, True)
@@ -258,18 +206,6 @@ def test_master_weights_give_half_parameters_masters_and_leave_the_others(
         assert_bitwise(kept.detach(), model(x))
 
 
-@pytest.mark.parametrize("level", FUNCTION_LEVELS)
-@pytest.mark.parametrize("outcomes", ["ccc", "coc"])
-def test_master_weights_change_nothing_of_an_fp32_model(level: str, outcomes: str) -> None:
-    runs = []
-    for keywords in ({}, {"master_weights": True}):
-        model, optimizer = begun(torch.float32, level, **keywords)
-        losses = train(MLP, model, optimizer, outcomes if level == "O1" else "ccc")
-        runs.append((losses, model.state_dict(), optimizer.state_dict(), amp.state_dict() if level == "O1" else {}))
-        amp.close()
-    assert_bitwise(*runs)
-
-
 @pytest.mark.parametrize(
     "into", [("O1", True), ("O4", True), ("O5", None), ("O5", "split"), ("O2", None), ("O0", None)]
 )
@@ -289,94 +225,3 @@ def test_checkpoints_of_half_models_are_exact_across_levels(out_of: Any, into: A
     optimizer.load_state_dict(saved["optimizer"])
     assert_bitwise(exact(model), expected)
     assert_bitwise([state["exp_avg_sq"] for state in optimizer.state.values()], moments)
-
-
-# --- the levels that cast, or have masters --------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_close_gives_a_half_model_back_in_half_with_an_optimizer_that_steps_it(level: str, dtype: torch.dtype) -> None:
-    keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}
-    model, optimizer = begun(dtype, level, **keywords)
-    train(MLP, model, optimizer, "cc")
-    expected = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    amp.close()
-    assert_bitwise(model.state_dict(), expected)
-    assert weights_of(optimizer) == list(model.parameters())
-    optimizer.zero_grad()
-    model(torch.ones(2, 8)).float().square().mean().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_state_that_is_older_than_initialize_is_stepped_on(level: str, dtype: torch.dtype) -> None:
-    model = Normed(dtype)
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    model(torch.ones(2, 8)).float().square().mean().backward()
-    optimizer.step()
-    keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-    losses = train(MLP, model, optimizer, "ccc")
-    kept = torch.float16 if level == "O3" else torch.float32
-    assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {kept}
-    assert all(loss == loss for loss in losses)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_group_that_was_removed_is_no_obstacle_to_initialize_and_close(level: str, dtype: torch.dtype) -> None:
-    keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}
-    model = Normed(dtype)
-    optimizer = OPTIMIZERS["SGD"]([{"params": list(part.parameters())} for part in model.children()])
-    model(torch.ones(2, 8)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.param_groups.pop()  # its state stays
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-    train(MLP, model, optimizer, "cc")
-    optimizer.param_groups.pop()
-    train(MLP, model, optimizer, "cc")
-    amp.close()
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    (group,) = optimizer.param_groups
-    assert [optimizer.state[p]["momentum_buffer"].dtype for p in group["params"]] == [dtype] * 2
-
-
-# --- a frozen half base ---------------------------------------------------------------------------
-
-
-class Lora(nn.Module):
-    """A frozen linear layer, and an update of low rank beside it, in FP32."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        update = self.up(self.down(x.to(self.down.weight.dtype)))
-        return self.base(x.to(self.base.weight.dtype)) + update
-
-
-@pytest.mark.parametrize("in_the_groups", [True, False])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_a_frozen_half_base_is_welcome(level: str, dtype: torch.dtype, make: Any, in_the_groups: bool) -> None:
-    model = nn.Sequential(Lora(nn.Linear(8, 16, dtype=dtype)), nn.ReLU(), Lora(nn.Linear(16, 4, dtype=dtype)))
-    base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-    optimizer = make([p for p in model.parameters() if p.requires_grad or in_the_groups])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        losses = train(MLP, model, optimizer, "cccc")
-    assert all(loss == loss for loss in losses)
-    assert all(p.detach().abs().sum() > 0 for name, p in model.named_parameters() if "up" in name)
-    amp.close()
-    expected = (
-        {name: p.to(HALF.get(level, dtype)).to(dtype) for name, p in base.items()} if level in CAST_LEVELS else base
-    )
-    assert_bitwise({name: p.detach() for name, p in model.named_parameters() if name in base}, expected)

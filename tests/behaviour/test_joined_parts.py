@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from amp_engine import AmpStateError, amp
-from tests.support import MASTER_LEVELS, MODULE_HOOKS, assert_bitwise, backward, frozen
+from tests.support import MODULE_HOOKS, assert_bitwise, frozen
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 
@@ -136,55 +134,6 @@ def test_what_joined_is_saved_and_loaded_exactly(how: str, way: str, joins: str)
         model.load_state_dict(saved, assign=True)
 
 
-@pytest.mark.parametrize("way", ["by_attribute", "appended", "replaced", "deep_inside"])
-@pytest.mark.parametrize("level", ["O2"])
-def test_the_part_alone_is_exact_too_before_the_model_was_ever_saved(level: str, way: str) -> None:
-    model, optimizer = started(level)
-    part = nn.Linear(8, 8).to(HALF[level])
-    optimizer.add_param_group({"params": [*part.parameters()]})
-    step(level, model, part, optimizer)
-    prefix = WAYS[way](model, part)
-    step(level, model, part, optimizer)
-    masters = {name.removeprefix(prefix): value for name, value in exact(model, prefix).items()}
-    saved = frozen(dict(part.state_dict()))
-    assert_bitwise(saved, masters if prefix else saved)
-    step(level, model, part, optimizer)
-    part.load_state_dict(saved)
-    assert_bitwise(exact(model, prefix)[prefix + "weight"], masters["weight"])
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", ["O2"])
-def test_loading_first_of_all_finds_what_joined(level: str, way: str) -> None:
-    model, optimizer = started(level)
-    part = nn.Linear(8, 8).to(HALF[level])
-    optimizer.add_param_group({"params": [*part.parameters()]})
-    step(level, model, part, optimizer)
-    prefix = WAYS[way](model, part)
-    values = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
-    model.load_state_dict(values)
-    assert_bitwise(exact(model, prefix), {n: v for n, v in values.items() if n.startswith(prefix)})
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_checkpoint_is_loaded_exactly_into_what_no_backward_has_seen_yet(
-    level: str, split: bool, wrapped: bool
-) -> None:
-    if split and level != "O5":
-        return
-    model, optimizer = started(level, **({"master_weights": "split"} if split else {}))
-    model.head = nn.Linear(8, 8).to(HALF[level])
-    optimizer.add_param_group({"params": [*model.head.parameters()]})
-    values = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
-    if wrapped:
-        nn.ModuleDict({"module": model}).load_state_dict({f"module.{n}": v for n, v in values.items()})
-    else:
-        model.load_state_dict(values)
-    assert_bitwise(exact(model, "head."), {n: v for n, v in values.items() if n.startswith("head.")})
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("level", ["O2"])
 def test_close_leaves_no_hook_and_the_exact_values(level: str, way: str) -> None:
@@ -211,39 +160,3 @@ def test_a_model_that_is_gone_leaves_no_hook_either() -> None:
     del model, optimizer
     gc.collect()
     assert len(torch_modules._global_module_registration_hooks) == before
-
-
-@pytest.mark.parametrize("level", ["O2"])
-def test_copies_and_pickles_of_what_joined_save_their_own_values(level: str) -> None:
-    model, optimizer = started(level)
-    part = nn.Linear(8, 8).to(HALF[level])
-    model.late = part
-    optimizer.add_param_group({"params": [*part.parameters()]})
-    step(level, model, part, optimizer)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_bitwise(twin.state_dict()["late.weight"], part.weight.detach())
-        twin.load_state_dict(model.state_dict())
-
-
-def test_modules_of_others_are_left_alone() -> None:
-    model, _ = started("O2")
-    other = nn.Sequential(nn.Linear(2, 2))
-    other.append(nn.Linear(2, 2))
-    other.note = None
-    assert not any(m._state_dict_hooks for m in other.modules())
-    model.register_module("nothing", None)
-    assert "nothing.weight" not in model.state_dict()
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_an_fp32_part_that_joins_computes_and_trains_in_fp32(level: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
-    model[1] = nn.Linear(8, 3)
-    optimizer.add_param_group({"params": [*model[1].parameters()]})
-    before = model[1].weight.detach().clone()
-    backward(model(torch.randn(2, 4)).square().mean(), optimizer)
-    optimizer.step()
-    assert model[1].weight.dtype is torch.float32
-    assert not torch.equal(model[1].weight, before)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from amp_engine import amp, kernels
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
-from tests.support import MASTER_LEVELS, assert_bitwise, assert_same_step, backward, entries_of, frozen, weights_of
+from tests.support import entries_of, frozen, weights_of
 
 LEVELS = ("O1", "O2", "O5")
 MAKES: dict[str, Callable[[Any], Optimizer]] = {
@@ -35,18 +35,6 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
 
 
-def iterate(model: nn.Module, optimizer: Optimizer, bare: Optimizer | None, index: int) -> None:
-    """Take one step of `optimizer`, and of `bare` with the same gradients."""
-    images = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(index))[:, : model[0].weight.shape[1]]
-    backward(model(images).float().square().mean(), optimizer)
-    if bare is not None:
-        for ours, theirs in zip(weights_of(optimizer), weights_of(bare), strict=True):
-            theirs.grad = None if ours.grad is None else ours.grad.clone()
-        bare.step()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def beside(optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> Optimizer:
     """A bare optimizer of copies of what `optimizer` steps, in plain order, with its state."""
     bare = make([nn.Parameter(p.detach().clone().contiguous()) for p in weights_of(optimizer)])
@@ -58,80 +46,6 @@ def beside(optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> Optimizer:
 def frozen_state(optimizer: Optimizer) -> dict[str, Any]:
     saved = optimizer.state_dict()
     return {**saved, "state": {i: {k: frozen(v) for k, v in s.items()} for i, s in saved["state"].items()}}
-
-
-def check(model: nn.Module, optimizer: Optimizer, bare: Optimizer) -> None:
-    for half, ours, theirs in zip(model.parameters(), weights_of(optimizer), weights_of(bare), strict=True):
-        assert_same_step(optimizer, ours.detach().contiguous(), theirs.detach())
-        assert_bitwise(half.detach(), ours.detach().to(half.dtype))
-        for key, value in bare.state[theirs].items():
-            assert_same_step(optimizer, optimizer.state[half][key].contiguous(), value.contiguous())
-
-
-def initialized(name: str, level: str, model: nn.Module) -> Optimizer:
-    optimizer = MAKES[name](model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return optimizer
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", MAKES)
-def test_a_contiguous_checkpoint_resumes_in_a_channels_last_model(name: str, level: str) -> None:
-    model = network()
-    optimizer = initialized(name, level, model)
-    iterate(model, optimizer, None, 0)
-    saved = {k: v.clone() for k, v in model.state_dict().items()}, frozen_state(optimizer)
-    amp.close()
-
-    resumed = network().to(memory_format=torch.channels_last)
-    optimizer = initialized(name, level, resumed)
-    resumed.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    bare = beside(optimizer, MAKES[name])
-    for index in (1, 2):
-        iterate(resumed, optimizer, bare, index)
-    assert resumed[0].weight.is_contiguous(memory_format=torch.channels_last)
-    if name in ("AdamW", "SGD", "FusedSGD"):  # whole-tensor norms are summed in the order in memory
-        check(resumed, optimizer, bare)
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "FusedNovoGrad"])
-def test_a_model_is_moved_to_channels_last_and_trains_on(name: str, level: str, steps: int) -> None:
-    model = network()
-    optimizer = initialized(name, level, model)
-    for index in range(steps):
-        iterate(model, optimizer, None, index)
-    model.to(memory_format=torch.channels_last)
-    if level in ("O2", "O5"):
-        amp.current_engine()._initialized.record_of(optimizer).look_for_parameters()  # as scale_loss at its entry
-    bare = beside(optimizer, MAKES[name])
-    for index in (5, 6):
-        iterate(model, optimizer, bare, index)
-    if name in TORCHS:
-        check(model, optimizer, bare)
-    for half, master in zip(model.parameters(), weights_of(optimizer), strict=True):
-        assert_bitwise(half.detach(), master.detach().to(half.dtype))
-
-
-@pytest.mark.parametrize("between", ["before initialize", "between exit and step"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("name", ["AdamW", "FusedSGD"])
-def test_parameters_with_gaps_are_stepped_with_masters(name: str, level: str, dtype: torch.dtype, between: str) -> None:
-    model = network().to(dtype)
-    if between == "before initialize":
-        model[0].weight = nn.Parameter(model[0].weight.data[:, :1])
-    optimizer = initialized(name, level, model)
-    if between != "before initialize":
-        model[0].weight.data = torch.cat([model[0].weight.data] * 2, 1)[:, :3]
-        assert not model[0].weight.is_contiguous()
-        amp.current_engine()._initialized.record_of(optimizer).look_for_parameters()
-    bare = beside(optimizer, MAKES[name])
-    for index in range(2):
-        iterate(model, optimizer, bare, index)
-    check(model, optimizer, bare)
 
 
 def relaid(value: Tensor, how: str) -> Tensor:
@@ -179,49 +93,3 @@ def test_state_in_another_order_or_type_is_gone_on_with(name: str, level: str, h
         bare.step()
     for ours, theirs in zip(weights_of(optimizer), weights_of(bare), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", TORCHS)
-def test_an_expanded_moment_is_taken_for_no_more_memory_than_it_has(name: str) -> None:
-    """A moment that lies right before another one, were each of its elements in a place of its own."""
-    if not kernels.has_native(torch.device("cpu")):
-        pytest.skip("torch's own step fails on these")
-    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
-    optimizer = MAKES[name](params)
-    amp.initialize(nn.ParameterList(params), optimizer, opt_level="O1", verbosity=0)
-    for p in params:
-        p.grad = torch.ones(8)
-    optimizer.step()
-    key = "momentum_buffer" if name == "SGD" else "exp_avg"
-    memory = torch.ones(10)
-    optimizer.state[params[0]][key] = memory[:1].expand(8)
-    optimizer.state[params[1]][key] = memory[2:]
-    for p in params:
-        p.grad = torch.ones(8)
-    optimizer.step()
-    assert_bitwise(params[0].detach(), params[1].detach())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_a_square_weight_that_is_transposed_where_it_lies_keeps_its_state_by_place(name: str, level: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    optimizer = initialized(name, level, model)
-
-    def step(grad: Tensor) -> None:
-        for master in amp.master_params(optimizer):
-            master.grad = grad.clone()
-        optimizer.step()
-
-    step(torch.randn(4, 4))
-    (weight,) = entries_of(optimizer)
-    bare = beside(optimizer, MAKES[name])
-    weights_of(bare)[0].data = weights_of(bare)[0].data.t().contiguous()
-    weight.data = weight.data.t()
-    grad = torch.randn(4, 4)
-    step(grad)
-    weights_of(bare)[0].grad = grad
-    bare.step()
-    # What was written into a half parameter has its digits.
-    rtol, atol = (1e-2, 1e-2) if level in MASTER_LEVELS else (1e-5, 1e-6)
-    torch.testing.assert_close(weights_of(optimizer), weights_of(bare), rtol=rtol, atol=atol)

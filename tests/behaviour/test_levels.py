@@ -13,7 +13,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError
 from tests.models import CNN, MLP, NORMED_MLP, TASKS, Task
 from tests.oracle import AdamW, Float64Training, Sgd, relative_error
 from tests.plain import AutocastTraining, Fp32Training, HalfTraining, MasterTraining
-from tests.support import HALF, LEVELS, MASTER_LEVELS, assert_same_step, left_alone, masters, train
+from tests.support import HALF, LEVELS, left_alone, masters, train
 
 LEARNING_RATE = {"mlp": 0.1, "normed_mlp": 0.1, "cnn": 0.05, "lstm": 0.2, "transformer": 0.05}
 
@@ -110,25 +110,6 @@ def test_the_error_is_at_most_twice_that_of_plain_pytorch(task: Task, level: str
     theirs = relative_error(plain.parameters(), expected)
     assert theirs > 0
     assert ours <= 2 * theirs + 1e-9
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("rule", RULES)
-def test_masters_are_those_of_the_loop_written_by_hand(level: str, rule: str) -> None:
-    _, make = RULES[rule]
-    start = NORMED_MLP.model()
-    plain = by_hand(level, start, make, NORMED_MLP.loss)
-    optimizer = make(start.parameters())
-    amp.initialize(start, optimizer, opt_level=level, verbosity=0)
-    for index in range(ERROR_STEPS):
-        plain.step(NORMED_MLP.batch(index))
-        train(NORMED_MLP, start, optimizer, "c", first=index)
-    assert_same_step(optimizer, masters(optimizer), [param.detach() for param in plain.parameters()])
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_training_is_the_same_twice(level: str) -> None:
-    assert losses_of(NORMED_MLP, level) == losses_of(NORMED_MLP, level)
 
 
 MEANT = {"bf16": "O5", "torch.bfloat16": "O5", torch.bfloat16: "O5", "BF16": "O5", "bf16-mixed": "O4", "fp16": "O2"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import pickle
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-import amp_engine
 from amp_engine import AmpGradientWarning, AmpRuntimeWarning, AmpWarning, Engine, amp
 from amp_engine.apex.fp16_utils import FP16_Optimizer
 from amp_engine.ground import messages
@@ -145,14 +142,6 @@ def test_nothing_is_noted_of_what_does_not_compute_in_half_on_the_cpu(
     assert "emulates" not in capsys.readouterr().out
 
 
-def test_nothing_is_noted_of_a_cpu_that_computes_in_half(cpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    cpu("amx_bf16", "avx512_fp16")
-    for level in BANNER_ENDS:
-        amp.initialize(nn.Linear(2, 2), opt_level=level)
-        amp.close()
-    assert "Note:" not in capsys.readouterr().out
-
-
 # --- by default -----------------------------------------------------------------------------------
 
 
@@ -166,27 +155,6 @@ def test_a_message_is_a_plain_line_on_stdout(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr() == ("100% of {it}\nand more\n", "")
 
 
-def test_lines_go_where_stdout_is_redirected_to(capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()) as redirected:
-        print("before")
-        Reporter().say("said")
-        print("after")
-    Reporter().say("said later")
-    assert redirected.getvalue() == "before\nsaid\nafter\n"
-    assert capsys.readouterr().out == "said later\n"
-
-
-def test_a_root_handler_sees_no_second_time(capsys: pytest.CaptureFixture[str]) -> None:
-    at_root = Kept()
-    logging.getLogger().addHandler(at_root)
-    try:
-        Reporter().say("said")
-    finally:
-        logging.getLogger().removeHandler(at_root)
-    assert at_root.records == []
-    assert capsys.readouterr().out == "said\n"
-
-
 @pytest.mark.parametrize("stdout", [None, "closed"])
 def test_a_stdout_that_is_gone_does_not_end_the_training(
     stdout: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -198,32 +166,7 @@ def test_a_stdout_that_is_gone_does_not_end_the_training(
     assert ("I/O operation on closed file" in capsys.readouterr().err) is (stdout == "closed")
 
 
-def test_lines_of_several_threads_stay_whole() -> None:
-    reporter = Reporter()
-
-    def speak() -> None:
-        for _ in range(200):
-            reporter.say("a" * 50)
-
-    threads = [threading.Thread(target=speak) for _ in range(4)]
-    with contextlib.redirect_stdout(io.StringIO()) as redirected:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert redirected.getvalue() == ("a" * 50 + "\n") * 800
-
-
 # --- as records -----------------------------------------------------------------------------------
-
-
-def test_an_applications_handler_gets_records_with_levels(kept: Kept) -> None:
-    train(MLP, *pair(opt_level="O2"), "c" + "o" * 8)
-    levels = kept.levels()
-    assert levels["Selected optimization"] == levels["loss_scale :"] == "INFO"
-    assert levels["Gradient overflow."] == levels["Amp post-mortem:"] == "INFO"
-    assert levels["Amp diagnosis:"] == "WARNING"
-    assert {record.name for record in kept.records} == {"amp_engine"}
 
 
 def test_a_step_that_was_taken_on_an_overflow_is_a_warning(kept: Kept) -> None:
@@ -267,60 +210,7 @@ def test_verbosity_0_says_nothing(kept: Kept, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_is_said_once_is_still_said_after_a_silent_call(capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(verbosity=0)
-    reporter.say_once("hint")
-    reporter.verbosity = 1
-    reporter.say_once("hint")
-    reporter.say_once("hint")
-    assert capsys.readouterr().out == "hint\n"
-
-
 # --- as the application says ----------------------------------------------------------------------
-
-
-def test_a_level_silences_what_is_below_it(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    logger.setLevel(logging.WARNING)
-    train(MLP, *pair(opt_level="O2"), "o" * 8)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("Amp diagnosis:")
-
-
-def test_handlers_of_the_root_take_over(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    logger.handlers.clear()
-    logger.propagate = True
-    at_root = Kept()
-    logging.getLogger().addHandler(at_root)
-    try:
-        Reporter().say("said")
-    finally:
-        logging.getLogger().removeHandler(at_root)
-    assert [record.getMessage() for record in at_root.records] == ["said"]
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_formatter_of_the_application_is_used(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    (handler,) = ours(logger)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    try:
-        Reporter().say("Warning:  said")
-    finally:
-        handler.setFormatter(None)
-    assert capsys.readouterr().out == "WARNING Warning:  said\n"
-
-
-@pytest.mark.parametrize("switch", ["disabled", "disable"])
-def test_switching_the_logger_off_is_respected(
-    switch: str, logger: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
-    logger.disabled = switch == "disabled"
-    logging.disable(logging.CRITICAL if switch == "disable" else logging.NOTSET)
-    try:
-        train(MLP, *pair(opt_level="O2"), "oc")
-    finally:
-        logging.disable(logging.NOTSET)
-    assert capsys.readouterr() == ("", "")
-    assert len(amp.overflow_report()) == 1
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -460,13 +350,3 @@ def test_autocast_that_is_off_or_comes_without_casts_does_not_warn(level: str) -
     amp.close()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         MLP.loss(model, MLP.batch())
-
-
-def test_categories_are_exported() -> None:
-    assert {name for name in amp_engine.__all__ if name.endswith("Warning")} == {
-        "AmpGradientWarning",
-        "AmpRuntimeWarning",
-        "AmpWarning",
-    }
-    assert issubclass(AmpRuntimeWarning, RuntimeWarning)
-    assert issubclass(AmpWarning, UserWarning)

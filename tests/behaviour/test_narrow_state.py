@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_engine import amp, kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.kernels import halves
-from amp_engine.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from amp_engine.stepping.exact import exact_of, exact_value
 from tests import support
 from tests.behaviour.test_resume import checkpoint, resumed
@@ -115,20 +112,6 @@ def test_a_resumed_run_is_the_uncut_one(task: Any, name: str, how: str) -> None:
     assert_bitwise(everything(model, optimizer), truth)
 
 
-@pytest.mark.parametrize("into", [True, "split"])
-def test_a_checkpoint_of_one_form_goes_on_in_the_other(into: Any) -> None:
-    out_of = "split" if into is True else True
-    make = OPTIMIZERS["FusedAdam"]  # the same arithmetic, with kernels and without
-    model, optimizer = started(make, master_weights=out_of)
-    train(NORMED_MLP, model, optimizer, "ccc")
-    file = checkpoint(model, optimizer)
-    losses, values = train(NORMED_MLP, model, optimizer, "ccc", first=3), exact(model)
-    amp.close()
-    model, optimizer = resumed(file, NORMED_MLP, make, "O5", master_weights=into)
-    assert train(NORMED_MLP, model, optimizer, "ccc", first=3) == losses
-    assert_bitwise(exact(model), values)
-
-
 def test_a_file_and_the_names_of_parameters_carry_it_too(tmp_path: Any) -> None:
     model, optimizer = started(**NARROW["both"])
     train(NORMED_MLP, model, optimizer, "ccc")
@@ -172,47 +155,6 @@ def test_what_somebody_writes_becomes_the_master(how: str) -> None:
     torch.testing.assert_close(exact_value(weight), after, rtol=0, atol=1e-7)
 
 
-def test_a_write_that_nobody_sees_leaves_what_rounds_to_it() -> None:
-    model, optimizer = started(sgd, MLP, master_weights="split")
-    train(MLP, model, optimizer, "cc")
-    model[0].weight.data.zero_()
-    assert torch.equal(exact_value(model[0].weight).bfloat16(), model[0].weight)
-
-
-def test_a_weight_in_other_memory_keeps_its_lower_half() -> None:
-    model, optimizer = started(sgd, MLP, master_weights="split")
-    train(MLP, model, optimizer, "cc")
-    weight = model[0].weight
-    before = exact_value(weight)
-    weight.data = weight.data.clone()
-    assert not torch.equal(before, weight.float())
-    assert torch.equal(exact_value(weight), before)
-
-
-def test_a_skipped_step_leaves_both_halves() -> None:
-    model, optimizer = started(loss_scale="dynamic", **NARROW["both"])
-    train(NORMED_MLP, model, optimizer, "cc")
-    before = exact(model), frozen(optimizer.state_dict())
-    train(NORMED_MLP, model, optimizer, "o", first=2)
-    assert_bitwise((exact(model), frozen(optimizer.state_dict())), before)
-
-
-def test_parameters_come_and_go() -> None:
-    model, optimizer = started(sgd, MLP, master_weights="split")
-    train(MLP, model, optimizer, "c")
-    kept = exact_value(model[0].weight)
-    late = nn.Linear(4, 4).bfloat16()
-    optimizer.add_param_group({"params": list(late.parameters()), "lr": 0.1})
-    late.weight.grad = torch.ones_like(late.weight)
-    before = late.weight.detach().float()
-    optimizer.step()
-    torch.testing.assert_close(exact_value(late.weight), before - 0.1, rtol=0, atol=1e-7)
-    assert not torch.equal(exact_value(model[0].weight), kept)
-    del optimizer.param_groups[1]
-    train(MLP, model, optimizer, "c", first=1)
-    assert list(exact_of(late.weight)) == []
-
-
 def test_close_gives_the_model_its_masters_and_moments_of_float32() -> None:
     model, optimizer = started(**NARROW["both"])
     train(NORMED_MLP, model, optimizer, "ccc")
@@ -223,46 +165,6 @@ def test_close_gives_the_model_its_masters_and_moments_of_float32() -> None:
     NORMED_MLP.loss(model, NORMED_MLP.batch(0)).backward()
     optimizer.step()
     assert not list(exact_of(next(model.parameters())))
-
-
-def test_copies_of_the_model_are_models_of_their_own() -> None:
-    model, optimizer = started(sgd, MLP, master_weights="split")
-    train(MLP, model, optimizer, "cc")
-    twin = copy.deepcopy(model)
-    assert exact_value(twin[0].weight) is None
-    average = amp.averaged_model(model, optimizer)
-    average.update_parameters(model)
-    assert_bitwise([p.detach() for p in average.module.parameters()], exact(model))
-
-
-def test_larc_around_it_steps() -> None:
-    model, optimizer = started(sgd, MLP, master_weights="split")
-    wrapper = LARC(optimizer)
-    before = exact(model)
-    backward(MLP.loss(model, MLP.batch(0)), wrapper)
-    wrapper.step()
-    assert not torch.equal(exact(model)[0], before[0])
-
-
-class Lookahead(torch.optim.Optimizer):
-    """A Lookahead like timm's, without hooks of its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.param_groups, self.state, self.defaults = optimizer.param_groups, defaultdict(dict), optimizer.defaults
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step()
-
-
-def test_a_lookahead_would_go_on_from_rounded_weights_and_is_refused() -> None:
-    model = MLP.model()
-    inner = sgd(model.parameters())
-    with pytest.raises(AmpStateError, match="A Lookahead is around"):
-        amp.initialize(model, Lookahead(inner), opt_level="O5", verbosity=0, master_weights="split")
-    amp.initialize(model, inner, opt_level="O5", verbosity=0, master_weights="split")
-    with pytest.raises(AmpStateError, match="A Lookahead is around"):
-        backward(MLP.loss(model, MLP.batch(0)), Lookahead(inner))
 
 
 REFUSED = {
@@ -299,18 +201,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(case: str) -> None:
     with pytest.raises(error, match=text):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
     assert_bitwise(picture(model, [optimizer]), before)
-
-
-def test_an_optimizer_may_follow_one_that_was_freed() -> None:
-    model = MLP.model()
-    for _ in range(2):
-        optimizer = sgd(model.parameters())
-        gc.disable()  # no collection frees what the first left
-        try:
-            amp.initialize(model, optimizer, opt_level="O5", verbosity=0, master_weights="split")
-        finally:
-            gc.enable()
-        del optimizer
 
 
 def test_two_optimizers_of_one_parameter_are_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,13 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
 
 from amp_engine import amp
 from amp_engine.initialization.cast_model import without_casts
-from tests.support import assert_bitwise, backward
+from tests.support import assert_bitwise
 
 CAST_LEVELS = ("O0", "O2")  # that cast to FP32, and to half
 
@@ -128,29 +125,6 @@ def test_a_part_at_any_depth_is_cast_as_the_model_is(level: str, name: str, how:
         assert_bitwise(given, [t.float() for t in tensors(by_hand(part, x, half))])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
-@pytest.mark.parametrize("level", CAST_LEVELS)
-@pytest.mark.parametrize("name", ["item of a dict", "within two", "norm of a block"])
-def test_a_part_is_traced_with_its_casts(level: str, name: str) -> None:
-    model, x, _ = initialized(level)
-    part = PARTS[name](model)
-    assert_bitwise(torch.jit.trace(part, x)(x), part(x))
-
-
-@pytest.mark.parametrize("level", CAST_LEVELS)
-def test_a_part_takes_and_gives_whatever_containers(level: str) -> None:
-    model, x, half = initialized(level)
-    output = model.layers[0](x={"x": x}, scale=2.0)
-    for y in (output["y"], output["pair"].y, output["record"].y, output["list"][0]):
-        assert_bitwise(y, by_hand(model.layers[0], x, half)["y"].float() * 2)
-    assert model.layers[0](x.to(half))["y"].dtype is torch.float32
-    assert model.embedding(IDS).dtype is torch.float32
-    _, (h, c) = model.recurrent(x)
-    assert model.recurrent(x, (h, c))[1][1].dtype is torch.float32
-    packed = nn.utils.rnn.pack_sequence([x, x[:3]])
-    assert model.recurrent(packed)[0].data.dtype is torch.float32
-
-
 @pytest.mark.parametrize("level", CAST_LEVELS)
 def test_parts_within_a_forward_are_left_as_the_model_has_them(level: str) -> None:
     model, _, half = initialized(level)
@@ -159,31 +133,6 @@ def test_parts_within_a_forward_are_left_as_the_model_has_them(level: str) -> No
     model.given.clear()
     model.through(model.embedding(IDS))  # a method of the user's, outside of it
     assert set(model.given) == {torch.float32}
-
-
-@pytest.mark.parametrize("level", CAST_LEVELS)
-@pytest.mark.usefixtures("one_process_group")
-def test_parts_of_a_wrapped_model_are_cast(level: str) -> None:
-    model, x, _ = initialized(level)
-    for wrapper in (DataParallel(model), DistributedDataParallel(model)):
-        assert_bitwise(wrapper.module.body[1](x), model.body[1](x))
-        assert wrapper.module.body[1](x).dtype is torch.float32
-    replica = model._replicate_for_data_parallel()
-    replica.body = model.body._replicate_for_data_parallel()
-    assert_bitwise(replica.body.forward(x), model.body(x))
-
-
-@pytest.mark.parametrize("level", CAST_LEVELS)
-@pytest.mark.parametrize("copied", ["copy", "deepcopy", "pickle"])
-def test_copies_of_parts_are_cast(level: str, copied: str) -> None:
-    model, x, _ = initialized(level)
-    copies: dict[str, Any] = {
-        "copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda part: pickle.loads(pickle.dumps(part)),
-    }  # fmt: skip
-    twin = copies[copied](model.body)
-    assert type(twin) is type(model.body)
-    assert_bitwise(twin[1](x), model.body[1](x))
-    assert nn.Linear(4, 4)(x).dtype is torch.float32
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)
@@ -214,37 +163,6 @@ def test_parametrizations_come_and_go_and_their_weights_keep_their_type(level: s
     amp.close()
     assert type(model.head).__bases__ == (nn.Linear,)
     assert not hasattr(model.head, "_amp_engine_casts")
-
-
-@pytest.mark.parametrize("level", CAST_LEVELS)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_around_parts_recompute_with_the_casts_of_the_forward(level: str, reentrant: bool) -> None:
-    model, x, _ = initialized(level)
-
-    def gradients(call: Any) -> list[Tensor]:
-        inputs = x.clone().requires_grad_()
-        call(model.body[0], call(model.body[1], inputs)).square().mean().backward()
-        grads = [inputs.grad, model.body[0].weight.grad, model.body[1][0].weight.grad]
-        model.zero_grad()
-        return [grad for grad in grads if grad is not None]
-
-    plain = gradients(lambda part, x: part(x))
-    assert len(plain) == 3
-    assert_bitwise(gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant)), plain)
-
-
-@pytest.mark.parametrize("level", CAST_LEVELS)
-def test_a_loss_of_parts_trains(level: str) -> None:
-    torch.manual_seed(0)
-    model = Nested()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    before = model.layers[2].linear.weight.detach().clone()
-    loss = model.layers[2].forward(model.body[0](torch.randn(8, 4)))["y"].square().mean()
-    assert loss.dtype is torch.float32
-    backward(loss, optimizer)
-    optimizer.step()
-    assert not torch.equal(model.layers[2].linear.weight, before)
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
@@ -279,17 +197,6 @@ def test_a_kept_module_gives_float32_outside_and_the_models_type_within(level: s
     assert_bitwise(model.body[1](x), plain[1](x))
     model(IDS)
     assert set(model.given) == {half}
-
-
-@pytest.mark.parametrize("level", HALF_LEVELS)
-def test_two_models_share_a_part(level: str) -> None:
-    shared = nn.Linear(4, 4)
-    models = [nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2)]
-    amp.initialize(models, opt_level=level, verbosity=0)
-    x = torch.randn(2, 4)
-    assert {shared(x).dtype, models[0](x).dtype, models[1](x).dtype} == {torch.float32}
-    amp.close()
-    assert type(shared) is nn.Linear
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
@@ -334,17 +241,6 @@ def test_a_part_called_while_another_thread_runs_the_model_is_cast() -> None:
     model(IDS)
     assert dtypes == [torch.float32]
     assert set(model.given) == {half}
-
-
-@pytest.mark.parametrize("level", HALF_LEVELS)
-def test_a_model_initialized_again_casts_its_parts_by_the_new_level(level: str) -> None:
-    model, x, _ = initialized("O0")
-    amp.close()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    seen: list[torch.dtype] = []
-    model.body[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    model.body(x)
-    assert seen == [model.head.weight.dtype]
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # in torch 2.11

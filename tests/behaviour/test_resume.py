@@ -12,12 +12,10 @@ from torch import nn
 
 from amp_engine import amp
 from tests import support
-from tests.models import CNN, LSTM, NORMED_MLP, Task
+from tests.models import NORMED_MLP, Task
 from tests.support import (
     assert_bitwise,
     everything,
-    frozen,
-    masters,
     train,
 )
 
@@ -90,35 +88,6 @@ def test_resuming_is_bitwise_no_interruption(script: str, name: str, level: str)
     assert_bitwise(everything(model, optimizer), truth)
 
 
-@pytest.mark.parametrize("level", ["O3", "O4", "O5"])
-def test_resuming_after_a_skip_with_a_dynamic_scale_of_ones_own(level: str) -> None:
-    make = OPTIMIZERS["adamw"]
-    model, optimizer = started(NORMED_MLP, make, level, loss_scale="dynamic")
-    train(NORMED_MLP, model, optimizer, "cco")
-    file = checkpoint(model, optimizer)
-    losses = train(NORMED_MLP, model, optimizer, "ccoc", first=3)
-    truth = everything(model, optimizer)
-    amp.close()
-    model, optimizer = resumed(file, NORMED_MLP, make, level, loss_scale="dynamic")
-    assert train(NORMED_MLP, model, optimizer, "ccoc", first=3) == losses
-    assert_bitwise(everything(model, optimizer), truth)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("task", [CNN, LSTM], ids=lambda task: task.name)
-def test_resuming_real_layers(task: Task, level: str) -> None:
-    make = OPTIMIZERS["adamw"]
-    model, optimizer = started(task, make, level)
-    train(task, model, optimizer, "ccc")
-    file = checkpoint(model, optimizer)
-    losses = train(task, model, optimizer, "ccc", first=3)
-    truth = everything(model, optimizer)
-    amp.close()
-    model, optimizer = resumed(file, task, make, level)
-    assert train(task, model, optimizer, "ccc", first=3) == losses
-    assert_bitwise(everything(model, optimizer), truth)
-
-
 @pytest.mark.parametrize("level", ["O2"])
 @pytest.mark.parametrize("order", list(itertools.permutations(["model", "optimizer", "amp"])))
 def test_the_order_of_loading_does_not_matter(order: tuple[str, ...], level: str) -> None:
@@ -132,35 +101,6 @@ def test_the_order_of_loading_does_not_matter(order: tuple[str, ...], level: str
     model, optimizer = resumed(file, NORMED_MLP, make, level, order)
     train(NORMED_MLP, model, optimizer, "cc", first=3)
     assert_bitwise(everything(model, optimizer), truth)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_loading_in_the_middle_of_a_run_resumes_there_too(level: str) -> None:
-    make = OPTIMIZERS["adamw"]
-    model, optimizer = started(NORMED_MLP, make, level)
-    train(NORMED_MLP, model, optimizer, "cc")
-    saved = torch.load(checkpoint(model, optimizer), weights_only=True)
-    first = train(NORMED_MLP, model, optimizer, "ccc", first=2)
-    truth = everything(model, optimizer)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    amp.load_state_dict(saved["amp"])
-    assert train(NORMED_MLP, model, optimizer, "ccc", first=2) == first
-    assert_bitwise(everything(model, optimizer), truth)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_loading_a_part_of_the_model_loads_its_masters_and_no_others(level: str) -> None:
-    model, optimizer = started(NORMED_MLP, OPTIMIZERS["sgd"], level)
-    train(NORMED_MLP, model, optimizer, "cc")
-    exact = masters(optimizer)
-    head = frozen(dict(model[3].state_dict()))
-    assert {value.dtype for value in head.values()} == {torch.float32}
-    train(NORMED_MLP, model, optimizer, "cc", first=2)
-    body = masters(optimizer)[:3]
-    model[3].load_state_dict(head)
-    assert_bitwise(masters(optimizer)[3:], exact[3:])
-    assert_bitwise(masters(optimizer)[:3], body)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import re
 from collections import OrderedDict
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.amp import GradScaler
 
 from amp_engine import AmpIndexError, AmpStateError, AmpTypeError, AmpValueError, amp
@@ -28,8 +26,6 @@ from tests.support import (
     LEVELS,
     WEIGHT_DTYPE,
     assert_bitwise,
-    frozen,
-    masters,
     scaler_numbers,
     started,
     train,
@@ -192,15 +188,6 @@ def test_version_and_level_stand_inside_of_every_entry() -> None:
     }
 
 
-@pytest.mark.parametrize("through", [dict, frozen, lambda state: json.loads(json.dumps(state))])
-@pytest.mark.parametrize("level", ["O3", "O4"])
-def test_a_dictionary_that_was_copied_or_written_as_json_still_says_what_it_is(level: str, through: Any) -> None:
-    state = through(written_by("O2"))
-    started(level)
-    amp.load_state_dict(state)
-    assert scaler_numbers() == (1.0, 0)
-
-
 @pytest.mark.parametrize(
     ("saved", "resumed_at", "expected"),
     [
@@ -223,15 +210,6 @@ def test_what_a_scaler_was_told_counts_and_not_what_its_level_does(
     assert scaler_numbers() == expected
 
 
-def test_a_dynamic_scale_that_had_moved_before_starts_anew_from_a_static_one() -> None:
-    """The resumed scale depends on the saved one, and not on the scale that was there."""
-    state = written_by("O5")
-    started("O2")
-    amp._amp_state.loss_scalers[0]._loss_scale, amp._amp_state.loss_scalers[0]._unskipped = 2.0, 99
-    amp.load_state_dict(state)
-    assert scaler_numbers() == (2.0**16, 0)
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("saved_at", ["O2", "O3", "O5"])
 @pytest.mark.parametrize("with_dynamic", [True, False])
@@ -244,13 +222,6 @@ def test_dictionaries_of_0_1_are_told_apart_by_their_attribute(saved_at: str, le
     amp.load_state_dict(torch.load(file, weights_only=True))
     dynamic = MOVED if saved_at in DYNAMIC_LEVELS else 2.0**16
     assert scaler_numbers()[0] == (dynamic if level in DYNAMIC_LEVELS else 1.0)
-
-
-def test_a_dynamic_scale_of_0_1_at_a_static_level_is_resumed() -> None:
-    state = as_written_by_0_1(written_by("O5", loss_scale="dynamic"), "O5")
-    started("O5", loss_scale="dynamic")
-    amp.load_state_dict(state)
-    assert scaler_numbers() == (MOVED, COUNT)
 
 
 @pytest.mark.parametrize(
@@ -306,14 +277,6 @@ def test_a_scale_that_is_not_taken_is_said(capsys: Any, saved: Any, resumed_at: 
     assert capsys.readouterr().out.strip() == text
 
 
-@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-def test_our_entries_are_read_by_the_loader_that_apex_had(level: str) -> None:
-    """apex took the two numbers by their keys, from each entry whose key has "loss_scaler" in it, and no other key."""
-    state = written_by(level, num_losses=2)
-    assert all("loss_scaler" in key for key in state)
-    assert [(entry["loss_scale"], entry["unskipped"]) for entry in state.values()] == [(MOVED, COUNT)] * 2
-
-
 def test_a_newer_version_is_refused_and_changes_nothing() -> None:
     state = written_by("O2", num_losses=2)
     state["loss_scaler1"]["version"] = SCHEMA_VERSION + 1
@@ -333,23 +296,10 @@ def torchs() -> Iterator[dict[str, Any]]:
     return {**scaler.state_dict(), "_growth_tracker": COUNT}
 
 
-def test_a_grad_scalers_dictionary_is_for_every_loss(torchs: dict[str, Any]) -> None:
-    started("O2", num_losses=2)
-    amp.load_state_dict(torchs)
-    assert [scaler_numbers(i) for i in range(2)] == [(MOVED, COUNT)] * 2
-
-
 def test_grad_scalers_of_several_losses_stand_under_our_names(torchs: dict[str, Any]) -> None:
     started("O2", num_losses=2)
     amp.load_state_dict({"loss_scaler1": torchs, "loss_scaler0": {**torchs, "scale": 4.0}})
     assert [scaler_numbers(i) for i in range(2)] == [(4.0, COUNT), (MOVED, COUNT)]
-
-
-def test_a_disabled_grad_scaler_leaves_the_first_scale(capsys: Any) -> None:
-    started("O2", verbosity=1)
-    amp.load_state_dict(GradScaler("cpu", enabled=False).state_dict())
-    assert scaler_numbers() == (2.0**16, 0)
-    assert amp.convert_state_dict({}, "torch") == {}
 
 
 @pytest.mark.parametrize("bad", [{"scale": float("nan")}, {"scale": float("inf")}, {"scale": 0.0}, {"scale": "many"}])
@@ -364,14 +314,6 @@ def test_a_scale_that_outgrew_our_bounds_is_taken_at_the_bound(torchs: dict[str,
     started("O2")
     amp.load_state_dict({**torchs, "scale": 2.0**100})
     assert scaler_numbers() == (2.0**24, COUNT)
-
-
-def test_state_dict_in_torchs_format_goes_into_a_grad_scaler(torchs: dict[str, Any]) -> None:
-    started("O2")
-    amp.load_state_dict(torchs)
-    scaler = GradScaler("cpu")
-    scaler.load_state_dict(amp.state_dict(format="torch"))
-    assert scaler.state_dict() == {**torchs, "growth_interval": 2000}  # ours, which goes on counting
 
 
 @pytest.mark.parametrize("by", ["amp", "GradScaler"])
@@ -425,19 +367,3 @@ def test_of_several_losses_one_is_taken() -> None:
 def test_what_cannot_be_converted_is_refused(state: Any, scaler_format: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         amp.convert_state_dict(state, scaler_format)
-
-
-@pytest.mark.parametrize("scaler_format", ["amp", "apex"])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_what_is_converted_loads_as_the_original_does(level: str, scaler_format: Any) -> None:
-    state = written_by(level)
-    started(level)
-    amp.load_state_dict(amp.convert_state_dict(state, scaler_format))
-    assert amp.convert_state_dict(amp.state_dict(), "apex") == amp.convert_state_dict(state, "apex")
-
-
-def test_a_model_and_masters_are_not_touched_by_scalers() -> None:
-    model, optimizer = started("O2")
-    before = masters(optimizer), frozen(dict(nn.Module.state_dict(model)))
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}})
-    assert_bitwise((masters(optimizer), dict(model.state_dict())), before)

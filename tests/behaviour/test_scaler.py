@@ -14,7 +14,7 @@ from amp_engine.ground import devices
 from amp_engine.scaling.scaler import LossScaler
 from tests.models import MLP
 from tests.oracle import Scale, scale_rule
-from tests.support import assert_bitwise, backward, masters, scaler_numbers, train
+from tests.support import backward, scaler_numbers, train
 
 SCRIPTS = ["ccoccoc", "ococococ", "cccoooccc"]
 
@@ -44,31 +44,12 @@ def test_the_scale_follows_the_slow_rule(script: str, level: str) -> None:
     assert follow(*start(level), script) == expected(script)
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O5"])
-def test_a_level_without_a_scale_can_be_given_a_dynamic_one(level: str) -> None:
-    script = "ccoco"
-    assert follow(*start(level, loss_scale="dynamic"), script) == expected(script)
-
-
 @pytest.mark.parametrize("unskipped", [1998, 1999])
 @pytest.mark.parametrize("script", ["ccc", "oc", "coc"])
 def test_the_scale_doubles_after_2000_clean_backwards_in_a_row(script: str, unskipped: int) -> None:
     model, optimizer = start()
     amp._amp_state.loss_scalers[0]._unskipped = unskipped
     assert follow(model, optimizer, script) == expected(script, Scale(2.0**16, unskipped))
-
-
-def test_the_window_of_2000_is_walked_without_help() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    model = torch.nn.Module()
-    model.weight = parameter
-    amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
-    for _ in range(1999):
-        backward((parameter * 1.0).sum(), optimizer)
-    assert scaler_numbers() == (2.0**16, 1999)
-    backward((parameter * 1.0).sum(), optimizer)
-    assert scaler_numbers() == (2.0**17, 0)
 
 
 @pytest.mark.parametrize("ceiling", [2.0**16, 2.0**17, 2.0**24])
@@ -81,23 +62,10 @@ def test_the_ceiling_stops_the_growth(ceiling: float) -> None:
     assert scaler_numbers() == (ceiling, 0)
 
 
-def test_a_ceiling_below_the_initial_scale_is_the_initial_scale() -> None:
-    start(max_loss_scale=256.0)
-    assert scaler_numbers() == (256.0, 0)
-
-
 @pytest.mark.parametrize("floor", [2.0**15, 1.0, 2.0**-3])
 def test_the_floor_stops_the_fall(floor: float) -> None:
     script = "o" * 22
     assert follow(*start(min_loss_scale=floor), script) == expected(script, floor=floor)
-
-
-def test_a_static_scale_counts_and_never_changes() -> None:
-    model, optimizer = start("O2", loss_scale=512.0)
-    assert follow(model, optimizer, "ccc") == [(512.0, 1), (512.0, 2), (512.0, 3)]
-    amp._amp_state.loss_scalers[0]._unskipped = 1999
-    train(MLP, model, optimizer, "c")
-    assert scaler_numbers()[0] == 512.0
 
 
 @pytest.mark.parametrize("value", [3.0, 0.5])
@@ -115,15 +83,6 @@ def test_the_loss_is_multiplied_by_the_scale_and_gradients_divided(level: str, v
     backward(MLP.loss(model, MLP.batch()), optimizer)
     for ours, plain in zip(gradients, amp.master_params(optimizer), strict=True):
         torch.testing.assert_close(ours, plain.grad, rtol=1e-2, atol=1e-4)
-
-
-def test_a_loss_may_have_any_shape() -> None:
-    model, optimizer = start("O2")
-    losses = (model(MLP.batch()[0]) - MLP.batch()[1]).square().mean(1)
-    with amp.scale_loss(losses, optimizer) as scaled_losses:
-        assert scaled_losses.shape == losses.shape
-        scaled_losses.backward(torch.ones_like(scaled_losses) / 16)
-    assert scaler_numbers() == (65536.0, 1)
 
 
 def test_a_half_loss_is_widened_before_it_is_scaled() -> None:
@@ -150,36 +109,6 @@ def test_an_assigned_scale_is_used_from_the_next_backward_on() -> None:
     assert scaler_numbers() == (4.0, 0)
 
 
-def test_a_scale_that_grows_between_backward_and_step_does_not_change_the_step() -> None:
-    """The step divides by the scale of its own backward, not by the one that the exit made of it."""
-
-    def run(unskipped: int) -> list[torch.Tensor]:
-        model, optimizer = start("O2")
-        amp._amp_state.loss_scalers[0]._unskipped = unskipped
-        train(MLP, model, optimizer, "c")
-        values = masters(optimizer)
-        amp.close()
-        return values
-
-    assert_bitwise(run(1999), run(0))
-
-
-def test_the_scale_changes_at_the_exit_and_not_at_the_step() -> None:
-    model, optimizer = start("O2")
-    backward(MLP.loss(model, MLP.batch()), optimizer, overflow=True)
-    assert scaler_numbers() == (32768.0, 0)
-    optimizer.step()
-    assert scaler_numbers() == (32768.0, 0)
-
-
-def test_every_backward_counts_and_not_every_step() -> None:
-    model, optimizer = start("O2")
-    for index in range(4):
-        backward(MLP.loss(model, MLP.batch(index)), optimizer)
-    optimizer.step()
-    assert scaler_numbers() == (65536.0, 4)
-
-
 # --- several losses -------------------------------------------------------------------------------
 
 
@@ -196,17 +125,6 @@ def test_each_loss_has_its_own_scaler() -> None:
         assert scaler_numbers(loss_id) == expected(script)[-1]
 
 
-@pytest.mark.parametrize("order", ["oc", "co"])
-def test_an_overflow_of_one_loss_skips_the_step_whatever_the_other_does(order: str) -> None:
-    model, optimizer = start("O2", num_losses=2)
-    before = masters(optimizer)
-    for loss_id, outcome in enumerate(order):
-        loss = MLP.loss(model, MLP.batch(loss_id))
-        backward(loss, optimizer, loss_id=loss_id, overflow=outcome == "o")
-    optimizer.step()
-    assert_bitwise(masters(optimizer), before)
-
-
 # --- delay_overflow_check -------------------------------------------------------------------------
 
 
@@ -221,26 +139,6 @@ def test_delay_overflow_check_leaves_the_scale_to_the_caller() -> None:
     assert scaler_numbers() == (65536.0, 1)
     assert scaler.update_scale() is True
     assert scaler_numbers() == (32768.0, 0)
-
-
-def test_delay_overflow_check_unscales_all_the_same() -> None:
-    model, optimizer = start("O2")
-    backward(MLP.loss(model, MLP.batch()), optimizer, delay_overflow_check=True)
-    ours = [master.grad.clone() for master in amp.master_params(optimizer)]
-    optimizer.zero_grad()
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    assert_bitwise(ours, [master.grad for master in amp.master_params(optimizer)])
-
-
-# --- the engine tells -----------------------------------------------------------------------------
-
-
-def test_without_amp_no_step_is_told_to_be_skipped() -> None:
-    model, optimizer = start("O2", enabled=False)
-    train(MLP, model, optimizer, "c")
-    engine = amp.current_engine()
-    assert engine is not None
-    assert not engine.step_was_skipped(optimizer)
 
 
 # --- the snapshot of the next backward -----------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from amp_engine import amp
 from tests.models import MLP
-from tests.support import backward, masters, train
+from tests.support import backward, masters
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -72,39 +72,3 @@ def test_a_scheduler_runs_quietly_over_skips(level: str, name: str, when: str) -
     learning_rates, values = rates(when, name, level, "occocc")
     assert learning_rates == expected
     assert all(value.isfinite().all() for value in values)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_learning_rate_of_the_scheduler_is_the_one_that_is_stepped_with(level: str) -> None:
-    model, optimizer = model_and_optimizer()
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.0 if epoch else 1.0)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(MLP, model, optimizer, "c")
-    scheduler.step()
-    before = masters(optimizer)
-    train(MLP, model, optimizer, "c", first=1)
-    assert all(torch.equal(a, b) for a, b in zip(before, masters(optimizer), strict=True))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_scheduler_stepped_before_the_optimizer_still_warns(level: str) -> None:
-    model, optimizer = model_and_optimizer()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    scheduler = lr_scheduler.StepLR(optimizer, 1)
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
-        scheduler.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_scheduler_outlives_close(level: str) -> None:
-    model, optimizer = model_and_optimizer()
-    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(MLP, model, optimizer, "c")
-    scheduler.step()
-    amp.close()
-    optimizer.zero_grad()
-    MLP.loss(model, MLP.batch(1)).backward()
-    optimizer.step()
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.025

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_engine import amp
 from tests.models import NORMED_MLP
-from tests.support import MASTER_LEVELS, assert_bitwise, frozen, masters, optimizer_values, started, train
+from tests.support import assert_bitwise, frozen, masters, optimizer_values, started, train
 
 HOW = {"O2": ("O2", {}), "O5": ("O5", {}), "O5, split": ("O5", {"master_weights": "split"})}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -122,36 +122,3 @@ def test_what_is_saved_is_what_the_model_computes_with_and_training_goes_on_from
     quiet = run(saves=False)
     amp.close()
     assert_bitwise(run(saves=True), quiet)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_elements_that_were_not_written_are_saved_exactly(level: str) -> None:
-    model, optimizer = started(level)
-    train(NORMED_MLP, model, optimizer, "cc")
-    expected = model.state_dict()["0.weight"].clone()
-    model.get_parameter("0.weight").data[0] = 0.3
-    expected[0] = model.get_parameter("0.weight").detach()[0].float()
-    assert_bitwise(model.state_dict()["0.weight"], expected)
-    assert_bitwise(dict(amp.named_masters(model))["0.weight"].detach(), expected)
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_close_leaves_the_model_with_what_it_computed_with(level: str) -> None:
-    model, optimizer = started(level)
-    train(NORMED_MLP, model, optimizer, "cc")
-    expected = model.state_dict()["0.weight"].clone()
-    model.get_parameter("0.weight").data[0] = 0.3
-    expected[0] = model.get_parameter("0.weight").detach()[0].float()
-    amp.close()
-    assert_bitwise(model.get_parameter("0.weight").detach(), expected)
-    assert optimizer.param_groups[0]["params"][0] is model.get_parameter("0.weight")
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_nan_in_both_is_no_write(level: str) -> None:
-    model, optimizer = started(level)
-    train(NORMED_MLP, model, optimizer, "c")
-    with torch.no_grad():
-        next(amp.master_params(optimizer))[0, 0] = float("nan")
-    train(NORMED_MLP, model, optimizer, "c", first=1)
-    assert dict(amp.named_masters(model))["0.weight"] is next(amp.master_params(optimizer))

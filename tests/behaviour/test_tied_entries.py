@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import amp
-from tests.support import assert_bitwise
 
 
 class Ends(nn.Module):
@@ -62,33 +60,3 @@ def test_tied_entries_of_a_state_dictionary_are_one_memory(level: str, keep_vars
         assert saved[prefix + "table"].data_ptr() == saved[prefix + "decoder.0.table"].data_ptr()
     plain = Ends()
     assert file_size(model.state_dict()) < file_size(plain.state_dict()) + 64
-
-
-@pytest.mark.parametrize("level", ["O2"])
-def test_a_dictionary_that_is_filled_twice_has_what_was_there_each_time(level: str) -> None:
-    model = Ends()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    saved: OrderedDict[str, Tensor] = OrderedDict()
-    model.state_dict(destination=saved, prefix="first.")
-    before = saved["first.embedding.weight"].clone()
-    for write in (lambda p: p.add_(1.0), lambda p: p.data.add_(1.0)):
-        with torch.no_grad():
-            write(model.embedding.weight)
-        model.state_dict(destination=saved, prefix="then.")
-        assert_bitwise(saved["first.embedding.weight"], before)
-        assert_bitwise(saved["then.embedding.weight"], model.embedding.weight.detach().float())
-        assert saved["then.alias.weight"] is not saved["first.alias.weight"]
-        del saved["then.alias.weight"]
-    plain: dict[str, Tensor] = {}
-    model.state_dict(destination=plain)
-    assert_bitwise(plain["alias.weight"], saved["then.embedding.weight"])
-
-
-@pytest.mark.parametrize("level", ["O2"])
-def test_equal_weights_that_are_not_tied_are_two(level: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].load_state_dict(model[0].state_dict())
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    saved = model.state_dict()
-    assert saved["0.weight"].data_ptr() != saved["1.weight"].data_ptr()

@@ -15,12 +15,10 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.levels.levels import LEVELS
 from amp_engine.levels.scale_rule import DynamicLossScale
 from amp_engine.scaling.scaler import MEMORY, LossScaler
 
 SCHEMA_VERSION = 2
-"""Version 1, of 0.1, had apex's two keys in an entry, and the level in the dictionary's attribute `_metadata`."""
 
 ScalerFormat = Literal["amp", "apex", "torch"]
 
@@ -214,14 +212,12 @@ def _read(state_dict: object) -> tuple[list[tuple[int, SavedScaler]], list[str]]
     if _is_torchs(state_dict):
         return [(0, _read_torchs(state_dict))], []
     entries = {key: value for key, value in state_dict.items() if _SCALER_KEY in str(key)}
-    metadata = getattr(state_dict, "_metadata", None)
-    metadata = metadata if isinstance(metadata, dict) else {}
-    read = [(index, _read_entry(entry, metadata, index)) for index, entry in _by_name_or_order(entries)]
+    read = [(index, _read_entry(entry)) for index, entry in _by_name_or_order(entries)]
     return read, [str(key) for key in state_dict if key not in entries]
 
 
-def _read_entry(entry: Any, metadata: Mapping[str, Any], index: int) -> SavedScaler:
-    """Read one scaler of any format; `metadata` is the `_metadata` of version 1."""
+def _read_entry(entry: Any) -> SavedScaler:
+    """Read one scaler of any format."""
     if _is_torchs(entry):
         return _read_torchs(entry)
     try:
@@ -237,10 +233,10 @@ def _read_entry(entry: Any, metadata: Mapping[str, Any], index: int) -> SavedSca
             f"A loss scaler was saved in version {version} of the format, by a newer amp_engine; this one knows up to "
             f"{SCHEMA_VERSION}.  Install that version, or save with amp.state_dict(format='apex')."
         )
-    level = entry.get("opt_level", metadata.get("opt_level"))
+    level = entry.get("opt_level")
     dynamic = entry.get("dynamic")
     if dynamic is None:
-        dynamic = _was_dynamic(metadata, index, loss_scale, unskipped)
+        dynamic = _was_dynamic(loss_scale, unskipped)
     memory = _read_memory(entry)
     return SavedScaler(loss_scale, unskipped, bool(dynamic), None if level is None else str(level), memory=memory)
 
@@ -255,14 +251,8 @@ def _read_memory(entry: Mapping[str, Any]) -> dict[str, float]:
     return memory
 
 
-def _was_dynamic(metadata: Mapping[str, Any], index: int, loss_scale: float, unskipped: int) -> bool:
+def _was_dynamic(loss_scale: float, unskipped: int) -> bool:
     """True if an entry without the key "dynamic" is of a dynamic scaler."""
-    listed = metadata.get("dynamic")
-    if isinstance(listed, list) and index < len(listed):
-        return bool(listed[index])
-    level = LEVELS.get(str(metadata.get("opt_level")))
-    if level is not None and (level.loss_scale == "dynamic" or loss_scale == level.loss_scale):
-        return level.loss_scale == "dynamic"
     # The entry is apex's. apex's dynamic scale begins at 2**16 and changes by factors of 2, and its count ends at the
     # window. A scale of 1 is nearly always the static one of O0 and O3. If it was dynamic, the restarted scale skips 16
     # steps until it is 1 again; continuing with 1 could lose small gradients for 32,000 steps.
@@ -286,7 +276,7 @@ def _read_torchs(state: Mapping[str, Any]) -> SavedScaler:
         ) from e
     if "loss_scale" in state:  # of amp.GradScaler, whose other keys say more
         own = {key: value for key, value in state.items() if key not in ("scale", "_growth_tracker")}
-        return _read_entry(own, {}, 0)._replace(growth=growth)
+        return _read_entry(own)._replace(growth=growth)
     _check_scale(loss_scale)
     return SavedScaler(loss_scale, unskipped, dynamic=True, is_torchs=True, growth=growth)
 

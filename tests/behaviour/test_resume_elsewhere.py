@@ -168,13 +168,6 @@ def written_by(level: str, scale: float = MOVED, **keywords: Any) -> OrderedDict
     return state
 
 
-def as_written_by_0_1(state: OrderedDict[str, Any], level: str, **metadata: Any) -> OrderedDict[str, Any]:
-    """apex's entries, and the level as an attribute; the first builds did not note which scalers were dynamic."""
-    old = amp.convert_state_dict(state, "apex")
-    old._metadata = {"version": 1, "opt_level": level, **metadata}
-    return old
-
-
 def test_version_and_level_stand_inside_of_every_entry() -> None:
     assert written_by("O2", num_losses=2) == {
         f"loss_scaler{i}": {
@@ -208,20 +201,6 @@ def test_what_a_scaler_was_told_counts_and_not_what_its_level_does(
     started(level, **resumed_at)
     amp.load_state_dict(state)
     assert scaler_numbers() == expected
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("saved_at", ["O2", "O3", "O5"])
-@pytest.mark.parametrize("with_dynamic", [True, False])
-def test_dictionaries_of_0_1_are_told_apart_by_their_attribute(saved_at: str, level: str, with_dynamic: bool) -> None:
-    more = {"dynamic": [saved_at in DYNAMIC_LEVELS]} if with_dynamic else {}
-    file = io.BytesIO()
-    torch.save(as_written_by_0_1(written_by(saved_at), saved_at, **more), file)
-    file.seek(0)
-    started(level)
-    amp.load_state_dict(torch.load(file, weights_only=True))
-    dynamic = MOVED if saved_at in DYNAMIC_LEVELS else 2.0**16
-    assert scaler_numbers()[0] == (dynamic if level in DYNAMIC_LEVELS else 1.0)
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,10 @@ class Region(NamedTuple):
 
     Attributes:
         before, after: ids of the last parameter used before them, and of the first used after them; None without any.
-        part: number, from 1, of the checkpoint that gave the first value that is not finite; 0 if unknown.
-        parts: number of checkpoints; 0 if `part` is unknown.
     """
 
     before: int | None
     after: int | None
-    part: int = 0
-    parts: int = 0
 
 
 class Origin(NamedTuple):
@@ -253,10 +249,7 @@ class _Search:
                 after = own[0]
                 break
         before = used[-1] if used else None
-        parts = [one for one in self._nodes if one.name() == CHECKPOINT]
-        part = parts.index(inside[0]) + 1 if len(inside) == 1 and inside[0] in parts else 0
-        region = Region(before, after, part, len(parts) if part else 0)
-        return Origin(name_of(maker), None, before, False, False, region=region)
+        return Origin(name_of(maker), None, before, False, False, region=Region(before, after))
 
     def undefined(self) -> tuple[str | None, Origin | None]:
         """Find, in the order of the backward, the first cause that turns any gradient, even 0, into NaN."""

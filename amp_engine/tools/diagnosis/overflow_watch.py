@@ -227,9 +227,7 @@ class OverflowWatch:
             rank_losses=details.get("rank_losses", ()),
         )
         if origin is not None and origin.region is not None:
-            before, after, *part = origin.region
-            names = [places[one].parameter if one in places else None for one in (before, after)]
-            details |= {"region": tuple(names), "part": tuple(part)}
+            details["region"] = tuple(places[one].parameter if one in places else None for one in origin.region)
         near = None if origin is None or origin.parameter is None else places.get(origin.parameter)
         trained = self._trained() if cause == "data" else set(places)
         memory = 0 if origin is None else origin.memory

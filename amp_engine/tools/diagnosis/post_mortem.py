@@ -100,7 +100,6 @@ class OverflowRecord:
         rank: this process's rank in the group that agreed on the overflow.
         rank_losses: the loss of each rank of that group, None if it is not known; empty without a group.
         region: the parameters before and after the checkpointed operations with the value, None at an end; else None.
-        part: number of the checkpoint, from 1, and the number of checkpoints; 0 if not known.
         hidden: names of parameters in checkpointed parts; one of them has the first gradient that is not finite.
         untrained: for the cause "data", names of the models' parameters that no optimizer steps, because a part of the
             model that has only such parameters leaves no graph; else empty.
@@ -139,7 +138,6 @@ class OverflowRecord:
     rank: int = 0
     rank_losses: tuple[float | None, ...] = ()
     region: tuple[str | None, str | None] | None = None
-    part: tuple[int, int] = (0, 0)
     hidden: tuple[str, ...] = ()
     buffer: str | None = None
     only_checked: bool = False
@@ -406,8 +404,7 @@ def _ranks(record: OverflowRecord) -> str:
 
 def _checkpointed(record: OverflowRecord) -> str:
     """Words for a checkpointed part and the parameters around it."""
-    part, parts = record.part
-    said = f"checkpointed part {part} of {parts}" if parts else "a checkpointed part"
+    said = "a checkpointed part"
     before, after = record.region or (None, None)
     if before and after:
         return f"{said}, between {before} and {after}"
@@ -448,91 +445,55 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
         counts = ", ".join(f"{count} {one}" for one, count in causes.items())
         mixed = f"  Causes differ: {counts}; the last {cause}:"
     of_cause = [record for record in row if record.cause == cause]
-    first, record = of_cause[0], of_cause[-1]
-    is_lowered = record.loss_scale < first.loss_scale
-    if record.cause == "divergence":
-        remedy = (
-            "Losses have grown from step to step until they exploded, which no scale and no type mends: lower the "
-            "learning rate, and go back to a checkpoint if the loss does not come down by itself."
-        )
-    elif record.weights:
-        cure = _outgrown(record) if record.outgrown else "Go back to a checkpoint."
-        if record.only_checked and not record.outgrown:
-            cure += f"  {_SINCE_THE_CHECK}"
-        remedy = f"Weights are not finite, so no scale can help: {some(record.weights)}.  {cure}"
-    elif record.cause in ("data", "forward"):
-        where = f"  {record.why}." if record.why else ""
-        if record.region is not None:
-            where = f"  First in {_checkpointed(record)}."
-        elif record.operation is not None and not where:
-            near = f"{record.operation}, at or after {record.near}"
-            where = f"  First in {near}." if record.cause == "forward" else f"  {near}, was given it from outside."
-        if record.buffer is not None:
-            where = f"  The buffer {record.buffer} holds it."
-        loss = "The loss hides a value that is not finite" if record.loss_is_finite else "The loss itself is not finite"
-        remedy = (
-            f"{loss}, so no scale can help.{where}  Look at the forward pass: the learning "
-            "rate, the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
-        )
-    elif record.loss is None and record.why is None and record.parameter is not None:
-        remedy = f"First in the gradient of {record.parameter} ({record.kind}).  {_UNSEEN}"
-    elif record.why is not None:
-        why = f".  {_of_derivative(record.why)}"
-        if not is_of_range(record.why):
-            why = f", and a derivative is not, at any scale and in any type: {record.why}.  {_EPS}"
-        remedy = f"The loss is finite{why}"
-    elif record.parameter is not None and record.growth is not None and record.growth > EXPLOSION:
-        remedy = (
-            f"The loss is finite, and {record.growth:.3g} times the median of those before, so that its gradients "
-            "overflow at scales that fitted.  These batches are unlike those before, or training diverges: lower the "
-            "learning rate, and go back to a checkpoint if the loss does not come down by itself."
-        )
-    elif record.kind == "inf" and is_lowered and len(record.nonfinite) < len(first.nonfinite):
-        remedy = (
-            f"The loss is finite, and fewer gradients overflow the lower the scale is: {len(first.nonfinite)} at "
-            f"{first.loss_scale:g}, {len(record.nonfinite)} at {record.loss_scale:g}.  The scale is nearly found: "
-            "nothing to do."
-        )
-    elif (
-        record.parameter is not None
-        and is_lowered
-        and record.loss_scale > DynamicLossScale.init_scale
-        and first.kind == "inf"
-    ):
-        remedy = (
-            f"The loss is finite, and its scale of {record.loss_scale:g} is above {DynamicLossScale.init_scale:g}, "
-            "which few models bear: it is on its way down.  Nothing to do yet."
-        )
-    elif record.kind == "nan":
-        scales = f", at each scale from {first.loss_scale:g} to {record.loss_scale:g}"
-        if not is_lowered or any(one.kind != "nan" for one in of_cause):
-            scales = ""
-        remedy = (
-            f"The loss is finite, so the backward pass makes the NaN{scales}: first, as it goes from the loss to the "
-            f"input, in the gradient of {record.parameter} ({record.kind}).  Why is not known.  If it overflows, a "
-            "lower scale helps, FP32 (amp.keep_float), or bfloat16.  A derivative that is not defined (sqrt or norm of "
-            "0, 0 in a division) is NaN at any scale and in every type: add an eps inside.  "
-            "amp.find_overflow(step_fn) names the operation."
-        )
-    elif record.parameter is not None:
-        remedy = (
-            f"The loss is finite, so the backward pass overflows: first, as it goes from the loss to the input, in "
-            f"the gradient of {record.parameter} ({record.kind}).  Keep its module and the one behind it in FP32 "
-            "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
-        )
-    else:
-        remedy = (
-            "The loss is finite, and so is each gradient of this backward: those that it was added to are not.  Call "
-            "zero_grad() after a step that was skipped, too."
-        )
+    record = of_cause[-1]
     is_finite = "not known" if record.loss is None else "yes" if record.loss_is_finite else "no"
-    if record.loss is not None:
-        is_finite += f" ({_number(record.loss)})"
+    bad = f"{len(record.nonfinite)} of {record.checked} ({some(record.nonfinite) or 'none'})"
     return (
         f"Amp diagnosis:  {skips} steps in a row were skipped; loss scaler {record.loss_id} is at {loss_scale}.{mixed}"
-        f"  Loss finite: {is_finite}.  Non-finite gradients: "
-        f"{len(record.nonfinite)} of {record.checked} ({some(record.nonfinite) or 'none'}).  {remedy}"
-    )
+        f"  Loss finite: {is_finite}.  Non-finite gradients: {bad}.  {_what_happened(record)}  {_remedy(of_cause)}"
+    ).rstrip()
+
+
+def _remedy(row: Sequence[OverflowRecord]) -> str:
+    """What mends the last of several skips of one cause, where one skip does not tell; empty if nothing is to add."""
+    first, record = row[0], row[-1]
+    is_lowered = record.loss_scale < first.loss_scale
+    if record.cause == "weights":
+        return "No scale can help." if record.outgrown else "No scale can help: go back to a checkpoint."
+    if record.cause == "forward" and record.why is None:
+        return (
+            "No scale can help: look at the learning rate, the input, a logarithm or a division, or an overflow of "
+            "float16 (bfloat16 has none: 'O4', 'O5')."
+        )
+    if record.cause in ("data", "forward"):
+        return "No scale can help."
+    if record.cause == "divergence":
+        return "No scale and no type mends that: go back to a checkpoint if the loss does not come down by itself."
+    if record.parameter is None or (record.loss is None and record.why is None):
+        return ""
+    if record.why is not None:
+        return "" if is_of_range(record.why) else "No scale and no type mends that."
+    if record.growth is not None and record.growth > EXPLOSION:
+        return "Lower the learning rate, and go back to a checkpoint if the loss does not come down by itself."
+    if record.kind == "inf" and is_lowered and len(record.nonfinite) < len(first.nonfinite):
+        return (
+            f"And fewer gradients overflow the lower the scale is: {len(first.nonfinite)} at {first.loss_scale:g}, "
+            f"{len(record.nonfinite)} at {record.loss_scale:g}.  The scale is nearly found: nothing to do."
+        )
+    if is_lowered and record.loss_scale > DynamicLossScale.init_scale and first.kind == "inf":
+        return (
+            f"The scale is above {DynamicLossScale.init_scale:g}, which few models bear: it is on its way down.  "
+            "Nothing to do yet."
+        )
+    if record.kind == "nan":
+        scales = f"It is NaN at each scale from {first.loss_scale:g} to {record.loss_scale:g}.  "
+        if not is_lowered or any(one.kind != "nan" for one in row):
+            scales = ""
+        return (
+            f"{scales}If it overflows, a lower scale helps, FP32 (amp.keep_float), or bfloat16.  A derivative that is "
+            "not defined (sqrt or norm of 0, 0 in a division) is NaN in every type: add an eps inside."
+        )
+    return "Keep its module and the one behind it in FP32 (amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
 
 
 def some(names: Sequence[str]) -> str:

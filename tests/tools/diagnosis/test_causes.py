@@ -92,7 +92,6 @@ def test_the_last_checkpointed_part_is_named_with_what_is_around_it(engine: Engi
     record = trained(engine, model, lambda _: model(torch.ones(3, 4)), 2, verbosity=0)[-1]
     assert record.region is not None
     assert [str(name).split(".")[0] for name in record.region] == ["mid", "out"]
-    assert record.part == ((2, 2) if reentrant else (0, 0))
 
 
 def test_minus_inf_of_a_batch_is_data(engine: Engine) -> None:
@@ -293,16 +292,16 @@ def test_nan_that_a_lower_scale_may_mend_is_not_called_undefined(
 
     trained(engine, model, lambda _: Nan.apply(model(torch.ones(3, 4))).float().mean(), 8)
     said = diagnosed(capsys)
-    assert "makes the NaN, at each scale from 65536 to 512: first," in said
-    assert "Why is not known.  If it overflows, a lower scale helps, FP32 (amp.keep_float), or bfloat16." in said
+    assert "It is NaN at each scale from 65536 to 512.  If it overflows, a lower scale helps, FP32 (amp.keep" in said
+    assert "Why is not known" in said
 
 
 def test_the_diagnosis_sees_that_the_loss_has_grown(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     model = net()
     trained(engine, model, lambda step: (model(torch.ones(3, 4)).float() + 1.0).mean() * (1e9 if step > 3 else 1.0), 12)
     said = diagnosed(capsys)
-    assert "times the median of those before" in said
-    assert "lower the learning rate" in said
+    assert "Losses have grown" in said
+    assert "Lower the learning rate" in said
     assert "bfloat16" not in said
 
 

@@ -1,6 +1,7 @@
 # Each command works from a bare clone: it makes .venv, installs into it, and runs.
 #   PYTHON=python3.12 make test         another interpreter for .venv
 #   make test ARGS="-k resume"          arguments for pytest, for the demo, or names of clients
+#   make test ARGS=tests                the tests that `make test` leaves out, too
 #   make test ARGS="--cases values"     even fewer cases: each value of each parameter once; "--cases one": one per test
 #   make stress ROUNDS=2000             repetitions; under the sanitizers: make sanitize TESTS=tests/stress/threads.py ROUNDS=200
 #   make test WORKERS=8                 number of test files that run in parallel; each takes about a core and 1 GB
@@ -20,6 +21,8 @@ WORKERS ?= 2
 # --no-loadscope-reorder keeps the order of tests/conftest.py: xdist would start with the files of the most tests, not
 # with the slowest files. A worker that a test killed ends the run: a new worker would get the same test first.
 PYTEST = python -m pytest --cases pairs -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# What `make test` runs by itself: one case of each test.
+QUICK = --cases one -m "not slow" --ignore=tests/tools
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -39,8 +42,8 @@ help:  ## this list
 demo: $(INSTALLED)  ## train two small models at every level; the table, build/demo/curves.png
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: $(INSTALLED)  ## run the tests, with each pair of values of their parameters
-	$(BIN)/$(PYTEST) $(ARGS)
+test: $(INSTALLED)  ## run the quick tests of the core; with ARGS, such as "-k resume" or tests/tools, what it names, with each pair of values of parameters
+	$(BIN)/$(PYTEST) $(or $(ARGS),$(QUICK))
 
 test-all: $(INSTALLED)  ## run the tests in all cases, before a release
 	$(BIN)/$(PYTEST) --cases all $(ARGS)

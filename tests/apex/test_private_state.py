@@ -192,7 +192,7 @@ def test_clear_cache_forgets_casts_of_weights() -> None:
     cache = amp._amp_state.engine.function_casts.casts.cache
     assert len(cache.kept()) > 0
     amp._amp_state.handle._clear_cache()
-    assert len(cache.kept()) == 0
+    assert cache.kept() == []
 
 
 # --- attributes of the optimizer -------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_caching_can_be_switched_off(low: torch.dtype) -> None:
     casts = FunctionCasts(low, enable_caching=False)
     casts.install()
     assert layer()(X).dtype == low
-    assert len(casts.cache.kept()) == 0
+    assert casts.cache.kept() == []
     casts.remove()
 
 
@@ -66,7 +66,7 @@ def test_only_fp32_parameters_are_kept(casts: FunctionCasts) -> None:
     F.linear(X.double(), double)
     F.linear(X, nn.Parameter(torch.ones(2, 2, dtype=casts.dtype)))
     F.softmax(nn.Parameter(torch.ones(2)), 0)
-    assert len(casts.cache.kept()) == 0
+    assert casts.cache.kept() == []
 
 
 def test_a_cast_made_under_no_grad_does_not_starve_training(casts: FunctionCasts) -> None:
@@ -74,7 +74,7 @@ def test_a_cast_made_under_no_grad_does_not_starve_training(casts: FunctionCasts
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             model(X)
-        assert len(casts.cache.kept()) == 0
+        assert casts.cache.kept() == []
         model(X).sum().backward()
         assert model.weight.grad is not None
         model.weight.grad = None
@@ -156,7 +156,7 @@ def test_a_sparse_weight_is_cast_but_not_kept() -> None:
     cache = WeightCache()
     weight = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
     assert cache.cast(weight, torch.bfloat16).to_dense().tolist() == [[1, 0], [0, 1]]
-    assert len(cache.kept()) == 0
+    assert cache.kept() == []
 
 
 def test_a_weight_made_in_inference_mode_is_cast_but_not_kept() -> None:
@@ -164,7 +164,7 @@ def test_a_weight_made_in_inference_mode_is_cast_but_not_kept() -> None:
     with torch.inference_mode():
         weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     assert cache.cast(weight, torch.bfloat16).dtype == torch.bfloat16
-    assert len(cache.kept()) == 0
+    assert cache.kept() == []
 
 
 # --- where tensors are not what they seem ---------------------------------------------------------
@@ -176,7 +176,7 @@ def test_nothing_is_kept_in_functorch(casts: FunctionCasts) -> None:
     grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, X).sum().float())(params)
     assert grads["weight"].tolist() == [[1, 2], [1, 2]]
     assert torch.func.vmap(model)(X[None]).dtype == casts.dtype
-    assert len(casts.cache.kept()) == 0
+    assert casts.cache.kept() == []
 
 
 def test_nothing_is_kept_under_a_dispatch_mode(casts: FunctionCasts) -> None:
@@ -185,7 +185,7 @@ def test_nothing_is_kept_under_a_dispatch_mode(casts: FunctionCasts) -> None:
     model = layer()
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert model(X).dtype == casts.dtype
-    assert len(casts.cache.kept()) == 0
+    assert casts.cache.kept() == []
     assert type(model(X)) is Tensor
 
 
@@ -203,6 +203,6 @@ def test_whether_a_graph_is_captured_is_asked_of_the_weights_device(monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(devices, "is_capturing", lambda device: device == weight.device)
         assert cache.cast(weight, torch.bfloat16).dtype == torch.bfloat16
-    assert len(cache.kept()) == 0
+    assert cache.kept() == []
     cache.cast(weight, torch.bfloat16)
     assert len(cache.kept()) == 1

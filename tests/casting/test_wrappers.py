@@ -181,7 +181,7 @@ def test_decorated_half_uses_the_cache_float_and_promote_do_not(installed: Funct
     installed.cache.clear()
     deferred("float", seen, lambda: installed)(weight)
     deferred("promote", seen, lambda: installed)(weight, ones(installed.dtype))
-    assert len(installed.cache.kept()) == 0
+    assert installed.cache.kept() == []
 
 
 def test_a_decorated_method_gets_its_object(installed: FunctionCasts) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -13,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._pytree import tree_map_only
 
 from amp_engine import Engine, amp
 from amp_engine.errors import AmpGradientWarning, AmpStateError
 from amp_engine.ground.distributed import local_gradient
-from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from amp_engine.optimizers import FusedLAMB
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     MASTER_LEVELS,
@@ -26,10 +23,8 @@ from tests.support import (
     assert_bitwise,
     backward,
     entries_of,
-    frozen,
     masters,
     momentum_sgd,
-    optimizer_values,
     scaler_numbers,
     started,
     weights_of,
@@ -38,10 +33,6 @@ from tests.support import (
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [master.grad.clone() for master in amp.master_params(optimizer)]
-
-
-def make_plain(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def assert_close(actual: list[Tensor], truth: list[Tensor], tolerance: float = 0.02) -> None:
@@ -137,60 +128,7 @@ def test_an_edit_of_gradients_counts_as_in_torch(edit: Any, level: str, whose: s
         assert_bitwise(masters(optimizer), masters(bare))
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_looking_at_gradients_changes_no_bit_of_the_step(name: str, level: str) -> None:
-    def run(*, looking: bool) -> dict[str, Any]:
-        model, optimizer = started(level, STEPPED[name], loss_scale=1000.0)
-        for index in range(3):
-            optimizer.zero_grad()
-            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
-            if looking:
-                assert all(master.grad is not None for master in amp.master_params(optimizer))
-            optimizer.step()
-        values = optimizer_values(optimizer) | {"model": frozen(dict(model.named_parameters()))}
-        amp.close()
-        return values
-
-    assert_bitwise(run(looking=True), run(looking=False))
-
-
-@pytest.mark.parametrize("what", ["looked at", "stepped", "clipped"])
-def test_autograd_into_the_masters_adds_to_their_gradients(what: str) -> None:
-    """A penalty on the exact weights, as people write it for weight decay."""
-    model, optimizer = started(make=make_plain, task=MLP)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    before = masters(optimizer)
-    expected = [g + 2 * m for g, m in zip(gradients(optimizer), before, strict=True)]
-    sum(master.square().sum() for master in amp.master_params(optimizer)).backward()
-    if what == "looked at":
-        torch.testing.assert_close(gradients(optimizer), expected)
-    if what == "clipped":
-        torch.testing.assert_close(amp.clip_grad_norm_(optimizer, 1e6), nn.utils.get_total_norm(expected))
-    optimizer.step()
-    torch.testing.assert_close(masters(optimizer), [m - 0.1 * g for m, g in zip(before, expected, strict=True)])
-
-
-def test_a_gradient_given_to_a_master_that_had_none_is_clipped_with_the_others() -> None:
-    model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=8.0)
-    backward(model[0](torch.ones(2, 4, dtype=torch.float16)).float().sum(), optimizer)
-    _, unseen = amp.master_params(optimizer)
-    unseen.grad = torch.full_like(unseen, 100.0)
-    norm = amp.clip_grad_norm_(optimizer, 1.0)
-    assert norm.item() == pytest.approx((16 * 100.0**2 + 16 * 2.0**2) ** 0.5, rel=1e-3)
-    assert nn.utils.get_total_norm(gradients(optimizer)).item() == pytest.approx(1.0, rel=1e-3)
-
-
 # --- accumulation ---------------------------------------------------------------------------------
-
-
-def seen_backward(model: nn.Module, optimizers: Any, loss: Tensor, **keywords: Any) -> dict[str, Tensor]:
-    """Run one backward; return its half gradients, as they were in the body, still scaled."""
-    with amp.scale_loss(loss, optimizers, **keywords) as scaled_loss:
-        scaled_loss.backward()
-        return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Heads(nn.Module):
@@ -221,29 +159,22 @@ PLANS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-def accumulated(
-    plan: list[tuple[str, dict[str, Any]]], level: str, edit: Any = None
-) -> tuple[Heads, torch.optim.Optimizer, dict[str, Tensor]]:
-    """The backwards of `plan`, `edit` after each, and the sums of the unscaled gradients in float64."""
+@pytest.mark.parametrize("level", ["O1", *MASTER_LEVELS])
+@pytest.mark.parametrize("plan", PLANS)
+def test_backwards_before_a_step_add_up_in_fp32(plan: str, level: str) -> None:
     torch.manual_seed(1)
     model = Heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     amp.initialize(model, optimizer, opt_level=level, num_losses=2, loss_scale="dynamic", verbosity=0)
     amp._amp_state.loss_scalers[1]._loss_scale = 2.0**9
     truth: dict[str, Tensor] = {}
-    for index, (which, keywords) in enumerate(plan):
+    for index, (which, keywords) in enumerate(PLANS[plan]):
         scale = amp._amp_state.loss_scalers[keywords.get("loss_id", 0)].loss_scale()
-        for name, half in seen_backward(model, optimizer, model.loss(which, index), **keywords).items():
-            truth[name] = truth.get(name, 0) + half.double() / scale
-        if edit is not None:
-            edit(optimizer)
-    return model, optimizer, truth
-
-
-@pytest.mark.parametrize("level", ["O1", *MASTER_LEVELS])
-@pytest.mark.parametrize("plan", PLANS)
-def test_backwards_before_a_step_add_up_in_fp32(plan: str, level: str) -> None:
-    model, optimizer, truth = accumulated(PLANS[plan], level)
+        with amp.scale_loss(model.loss(which, index), optimizer, **keywords) as scaled_loss:
+            scaled_loss.backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:  # in half, and still scaled
+                    truth[name] = truth.get(name, 0) + p.grad.double() / scale
     for (name, _), master in zip(model.named_parameters(), amp.master_params(optimizer), strict=True):
         if name in truth:
             assert master.grad.dtype == torch.float32
@@ -286,46 +217,7 @@ def test_a_step_without_a_backward_looks_at_what_a_skipped_step_left(level: str)
     assert is_finite(model)
 
 
-@pytest.mark.parametrize("level", CHECKED)
-def test_looking_at_what_a_skipped_step_left_moves_nothing(level: str) -> None:
-    model, optimizer = started(level[:2], **CHECKED[level])
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
-    optimizer.step()
-    before = scaler_numbers()
-    assert [p.grad for p in amp.master_params(optimizer)]
-    amp.clip_grad_norm_(optimizer, 1.0)
-    assert scaler_numbers() == before or level == "O4, scale of 1"  # which counts every look
-    optimizer.zero_grad()
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2**12, optimizer)
-    optimizer.step()
-    assert not amp.current_engine().step_was_skipped(optimizer)
-
-
-@pytest.mark.parametrize("level", CHECKED)
-def test_a_backward_outside_that_overflowed_skips_the_step_of_the_next_one(level: str) -> None:
-    model, optimizer = started(level[:2], **CHECKED[level])
-    (NORMED_MLP.loss(model, NORMED_MLP.batch()) * float("inf")).backward()
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2**12, optimizer)
-    optimizer.step()
-    assert is_finite(model)
-
-
 # --- delay_unscale --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_zero_grad_in_an_open_window_reaches_gradients_that_the_window_has_not_touched(level: str) -> None:
-    model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    x = torch.ones(1, 2, dtype=WEIGHT_DTYPE[level])
-    backward(sum(layer(x).float().sum() for layer in model), optimizer)
-    backward(model[0](x).float().sum(), optimizer, delay_unscale=True)
-    optimizer.zero_grad()
-    backward(model[0](x).float().sum(), optimizer)
-    touched, other = (p.grad for p in amp.master_params(optimizer))
-    assert touched.eq(1.0).all()
-    assert other is None
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -340,18 +232,6 @@ def test_gradients_that_an_open_window_has_not_touched_are_there_after_it(level:
     touched, other = (p.grad for p in amp.master_params(optimizer))
     assert touched.eq(4.0).all()
     assert other.eq(1.0).all()
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_backward_adds_to_a_gradient_that_was_laid_out_otherwise(level: str) -> None:
-    model = nn.Linear(4, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    for count in (1, 2):
-        backward(model(torch.ones(2, 4)).sum(), optimizer)
-        weight = next(amp.master_params(optimizer))
-        assert weight.grad.to_dense().eq(2.0 * count).all()
-        weight.grad = weight.grad.t().contiguous().t()
 
 
 def overflow_elsewhere() -> None:
@@ -371,21 +251,7 @@ def write_a_scale() -> None:
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0
 
 
-def initialize_again() -> None:
-    model = MLP.model()
-    options = amp._amp_state.opt_properties
-    scale = 16.0 if options.loss_scale == "dynamic" else 2.0
-    amp.initialize(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        opt_level=options.opt_level,
-        verbosity=0,
-        loss_scale=scale,
-    )
-
-
 OTHER: list[Any] = []
-MOVES = [overflow_elsewhere, grow_elsewhere, load_a_scale, write_a_scale, initialize_again]
 
 
 def started_beside_another(level: str, **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -403,26 +269,7 @@ def sum_of_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, *indice
     return gradients(optimizer)
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("end", ["exit", "step"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_window_is_unscaled_by_its_own_scale_when_the_scale_moves_while_it_is_open(
-    level: str, end: str, move: Any
-) -> None:
-    model, optimizer = started_beside_another(level)
-    expected = sum_of_gradients(model, optimizer, *((0, 1) if end == "exit" else (0,)))
-    optimizer.zero_grad()
-    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
-    move()
-    before = masters(optimizer)
-    if end == "exit":
-        backward(MLP.loss(model, MLP.batch(1)), optimizer)
-        assert_close(gradients(optimizer), expected, 1e-2)
-    optimizer.step()
-    assert_close([b - a for a, b in zip(masters(optimizer), before, strict=True)], [0.1 * g for g in expected], 1e-2)
-
-
-@pytest.mark.parametrize("move", [move for move in MOVES if move is not initialize_again])
+@pytest.mark.parametrize("move", [overflow_elsewhere, grow_elsewhere, load_a_scale, write_a_scale])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_loss_is_unscaled_by_its_own_scale_when_the_scale_moves_inside_of_the_body(
@@ -456,13 +303,12 @@ def test_two_open_windows_of_different_scales_get_one_loss(
     both = [pairs[i][1] for i in order]
     backward(sum(MLP.loss(m, MLP.batch(1)) for m, _ in pairs), both, delay_unscale=end == "step")
     before = [masters(o) for _, o in pairs]
-    tolerance = 0.1 if level in ("O4", "O5") else 1e-2
     for (_, o), was, wanted in zip(pairs, before, expected, strict=True):
         if end == "exit":
-            assert_close(gradients(o), wanted, tolerance)
+            assert_close(gradients(o), wanted, 1e-2)
         o.step()
         moved = [b.float() - a.float() for a, b in zip(masters(o), was, strict=True)]
-        assert_close(moved, [0.1 * g.float() for g in wanted], 0.1 if level == "O3" else tolerance)
+        assert_close(moved, [0.1 * g.float() for g in wanted], 0.1 if level == "O3" else 1e-2)
 
 
 def test_an_overflow_in_a_window_that_is_unscaled_for_another_skips_its_own_step() -> None:
@@ -478,42 +324,7 @@ def test_an_overflow_in_a_window_that_is_unscaled_for_another_skips_its_own_step
     assert not torch.equal(masters(OTHER[1])[0], before[1][0])
 
 
-def test_a_loss_id_that_is_refused_leaves_windows_of_different_scales_open() -> None:
-    model, optimizer = started_beside_another("O2", num_losses=2)
-    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
-    write_a_scale()
-    backward(MLP.loss(OTHER[0], MLP.batch(0)), OTHER[1], delay_unscale=True)
-    scaled = [[p.grad.clone() for p in m.parameters()] for m in (model, OTHER[0])]
-    with pytest.raises(AmpStateError, match="loss_id=1"):
-        backward(MLP.loss(model, MLP.batch(1)), [optimizer, OTHER[1]], loss_id=1)
-    assert_bitwise([[p.grad.clone() for p in m.parameters()] for m in (model, OTHER[0])], scaled)
-
-
-# --- several losses, graphs and optimizers --------------------------------------------------------
-
-
-def test_gradients_of_an_optimizer_that_is_not_listed_are_left_alone() -> None:
-    model, other = MLP.model(0), MLP.model(1)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
-    amp.initialize([model, other], optimizers, opt_level="O2", verbosity=0)
-    backward(MLP.loss(other, MLP.batch(1)), optimizers[1])
-    kept = gradients(optimizers[1])
-    backward(MLP.loss(model, MLP.batch(0)), optimizers[0], overflow=True)
-    assert_bitwise(gradients(optimizers[1]), kept)
-    before = masters(optimizers[1])
-    optimizers[1].step()
-    assert not torch.equal(masters(optimizers[1])[0], before[0])
-
-
 # --- sparse gradients -----------------------------------------------------------------------------
-
-
-def embedding(level: str, make: Any) -> tuple[nn.Embedding, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Embedding(12, 4, sparse=True)
-    optimizer = make(list(model.parameters()))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return model, optimizer
 
 
 SPARSE = {
@@ -555,7 +366,10 @@ def test_sparse_gradients_train(name: str, level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_two_entries_of_a_row_that_overflow_only_when_added_are_seen(level: str) -> None:
     """Uncoalesced values are finite, their sum is not representable."""
-    model, optimizer = embedding(level, SPARSE["SGD"])
+    torch.manual_seed(0)
+    model = nn.Embedding(12, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     amp._amp_state.loss_scalers[0]._loss_scale = 1.0
     large = 60000.0 if level == "O2" else 3e38
     with amp.scale_loss(model(torch.tensor([1, 1])).float().sum(), optimizer) as scaled_loss:
@@ -571,85 +385,12 @@ def test_two_entries_of_a_row_that_overflow_only_when_added_are_seen(level: str)
 # --- gradients that are not what lies in their memory ---------------------------------------------
 
 
-LAZY = {
-    "negative view": lambda g: torch._neg_view(-g),
-    "zeros without memory": lambda g: torch._efficientzerotensor(g.shape, dtype=g.dtype),
-}
 STEPPED = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "AdamW": torch.optim.AdamW,
     "RMSprop": torch.optim.RMSprop,
-    "FusedAdam": FusedAdam,
-    "FusedSGD": lambda p: FusedSGD(p, lr=0.1, momentum=0.9),
     "FusedLAMB": FusedLAMB,
 }
-
-
-@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "RMSprop"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-@pytest.mark.parametrize(
-    ("kind", "when"),
-    [
-        *((kind, when) for kind in LAZY for when in ("in the body", "between backwards", "before the step")),
-        ("negative view", "in an open window"),  # torch accumulates nothing into zeros without memory
-    ],
-)
-def test_a_gradient_that_is_not_what_lies_in_its_memory_counts_as_what_it_is(
-    kind: str, when: str, level: str, name: str
-) -> None:
-    if kind == "zeros without memory" and level == "O5" and when != "in the body":
-        pytest.skip("at a scale of 1 torch adds the next backward to them, and cannot")
-
-    def run(*, lazy: bool) -> tuple[list[Tensor], list[Tensor]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-        optimizer = STEPPED[name](model.parameters())
-        keywords = {} if level == "O5" else {"loss_scale": 64.0}
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-
-        def replace(params: Any) -> None:
-            for param in list(params)[::2]:
-                gradient = LAZY[kind](param.grad)
-                param.grad = gradient if lazy else gradient.clone()
-
-        for delay in (True, False):
-            loss = model(torch.ones(2, 4)).square().sum()
-            with amp.scale_loss(loss, optimizer, delay_unscale=delay and when == "in an open window") as scaled_loss:
-                scaled_loss.backward()
-                if when == "in the body":
-                    replace(model.parameters())
-            if when == "in an open window" and delay:
-                replace(model.parameters())
-            if when == "before the step" or (when == "between backwards" and delay):
-                replace(amp.master_params(optimizer))
-        seen = gradients(optimizer)
-        optimizer.step()
-        values = masters(optimizer)
-        amp.close()
-        return seen, values
-
-    assert_bitwise(run(lazy=True), run(lazy=False))
-
-
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_weight_that_is_a_negative_view_is_trained_as_what_it_is(level: str, name: str) -> None:
-    def run(*, lazy: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        weight = torch._neg_view(-model.weight.detach())
-        model.weight = nn.Parameter(weight if lazy else weight.clone())
-        optimizer = STEPPED[name](model.parameters())
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        for _ in range(2):
-            optimizer.zero_grad()
-            backward(model(torch.ones(2, 4)).float().square().mean(), optimizer)
-            optimizer.step()
-        values = [master.clone() for master in masters(optimizer)]
-        amp.close()
-        return values
-
-    torch.testing.assert_close(run(lazy=True), run(lazy=False), rtol=2e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize("looking", [False, True])
@@ -717,87 +458,6 @@ def test_parameters_of_other_types_are_stepped_beside(name: str, looking: bool) 
 # --- what an optimizer without masters is seen to hold --------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
-def test_an_optimizer_over_the_masters_of_another_steps_them(kind: type) -> None:
-    model = nn.Linear(4, 4)
-    owner = torch.optim.SGD(model.parameters(), lr=0.0)
-    amp.initialize(model, owner, opt_level="O2", verbosity=0, loss_scale=64.0)
-    other = kind(list(amp.master_params(owner)), lr=0.1)
-    amp.initialize(nn.Linear(2, 2), other, opt_level="O2", verbosity=0, loss_scale=64.0)
-    before = masters(owner)
-    backward(model(torch.ones(2, 4)).float().square().sum(), owner)
-    assert all(master.grad is not None for master in amp.master_params(owner))
-    other.step()
-    assert all(not torch.equal(now, was) for now, was in zip(masters(owner), before, strict=True))
-
-
-class Asked(nn.Parameter):
-    """A parameter whose gradient is kept elsewhere."""
-
-    @property
-    def grad(self) -> Tensor:
-        return torch.ones_like(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        del value
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", None])
-def test_parameters_that_keep_their_gradients_elsewhere_are_asked(level: str | None) -> None:
-    param = Asked(torch.zeros(4))
-    optimizer = FusedSGD([param], lr=0.5)
-    if level is not None:
-        amp.initialize(nn.Linear(2, 2), optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
-    optimizer.step()
-    assert param.tolist() == [-0.5] * 4
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_parameters_can_be_swapped_after_an_iteration(level: str) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
-    backward(model(torch.ones(2, 4)).float().sum(), optimizer)
-    optimizer.step()
-    backward(torch.zeros((), requires_grad=True), optimizer)
-    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.zeros(4, 4)))
-    assert not model.weight.any()
-    assert optimizer.param_groups[0]["params"][0] is model.weight
-
-
-def test_an_optimizer_that_a_parameter_refers_to_is_freed() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=64.0)
-    backward(model(torch.ones(2, 4)).float().sum(), optimizer)
-    optimizer.step()
-    model.weight.owner = optimizer
-    alive = weakref.ref(optimizer)
-    amp.close()
-    del model, optimizer
-    gc.collect()
-    assert alive() is None
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_gradients_in_memory_of_others_are_stepped(level: str) -> None:
-    outcomes = []
-    for of_others in (False, True):
-        model, optimizer = started(level, task=MLP)
-        with amp.scale_loss(MLP.loss(model, MLP.batch(0)), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            for p in model.parameters() if of_others else ():
-                assert p.grad is not None
-                if p.dim() == 1:  # a view is copied in any case
-                    memory = bytearray(p.grad.numel() * p.grad.element_size())  # as numpy and DLPack give it
-                    p.grad = torch.frombuffer(memory, dtype=p.dtype).copy_(p.grad)
-        optimizer.step()
-        outcomes.append([p.detach().clone() for p in weights_of(optimizer)])
-        amp.close()
-    assert_bitwise(outcomes[0], outcomes[1])
-
-
 CAST: dict[str, Any] = {level: {} for level in ("O1", "O2", "O3")} | {"O5, split": {"master_weights": "split"}}
 
 
@@ -824,15 +484,13 @@ def test_a_compiled_step_is_the_step(name: str) -> None:
 @pytest.mark.parametrize("twice", [False, True])
 def test_close_leaves_gradients_unscaled_on_the_parameters(level: str, looking: bool, twice: bool) -> None:
     model, optimizer = started(level, task=NORMED_MLP)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    if twice:
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+    for index in range(1 + twice):
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
     expected = gradients(optimizer)
     amp.close()
     model, optimizer = started(level, task=NORMED_MLP)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    if twice:
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+    for index in range(1 + twice):
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
     if looking:
         peek(optimizer)
     amp.close()
@@ -842,91 +500,7 @@ def test_close_leaves_gradients_unscaled_on_the_parameters(level: str, looking: 
     assert not torch.equal(masters(optimizer)[0], before[0])
 
 
-def test_the_gradients_of_a_clip_are_what_close_leaves() -> None:
-    model, optimizer = started()
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    norm = amp.clip_grad_norm_(optimizer, 1e-2)
-    assert norm > 1e-2
-    amp.close()
-    norm = nn.utils.get_total_norm([param.grad for param in model.parameters()])
-    assert norm.item() == pytest.approx(1e-2, rel=1e-3)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, STEPPED["FusedSGD"]])
-def test_a_graph_from_before_a_step_of_its_parameter_cannot_be_run_backward(make: Any, level: str) -> None:
-    model, optimizer = started(level, make, MLP)
-    for step in range(3):
-        backward(MLP.loss(model, MLP.batch(step)), optimizer)
-        powers = [(p**3).sum() for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.backward(powers)
-
-
 # --- what happens in the body ----------------------------------------------------------------------
-
-ZEROED = {
-    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "optimizer, in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "one parameter": lambda model, optimizer: setattr(model[0].weight, "grad", None),
-    "half of it": lambda model, optimizer: [p.grad.mul_(0) for p in (model[0].weight, model[3].weight)],
-}
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("how", ZEROED)
-@pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
-def test_zero_grad_in_the_body_is_heeded(level: str, how: str, delay: bool) -> None:
-    def run(level: str | None) -> list[Tensor]:
-        model = NORMED_MLP.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        if level is not None:
-            amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
-        for index in range(3):
-            loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index)).float()
-            if level is None:
-                ZEROED[how](model, optimizer) if index else None
-                loss.backward()
-                continue
-            with amp.scale_loss(loss, optimizer, delay_unscale=delay and index == 1) as scaled_loss:
-                ZEROED[how](model, optimizer) if index else None
-                scaled_loss.backward()
-        found = gradients(optimizer)
-        amp.close()
-        return found
-
-    assert_close(run(level), run(None), {"O4": 0.1, "O5": 0.1}.get(level, 0.03))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5, split"])
-@pytest.mark.parametrize("how", ["optimizer", "optimizer, in place"])
-def test_zero_grad_after_a_backward_in_the_first_body_is_heeded(level: str, how: str) -> None:
-    """z: it; b: a backward."""
-
-    def run(level: str | None, body: str) -> list[Tensor | None]:
-        model = NORMED_MLP.model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-        if level is not None:
-            amp.initialize(model, optimizer, opt_level=level[:2], verbosity=0, loss_scale=64.0, **CAST[level])
-        loss = NORMED_MLP.loss(model, NORMED_MLP.batch()).float()
-        with nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer) as scaled_loss:
-            for action in body:
-                if action == "b":
-                    scaled_loss.backward(retain_graph=True)
-                else:
-                    ZEROED[how](model, optimizer)
-        params = model.parameters() if level is None else amp.master_params(optimizer)
-        found = [None if p.grad is None else p.grad.clone() for p in params]
-        amp.close()
-        return found
-
-    for body in ("bzb", "bz", "bbzb"):
-        ours, plain = run(level, body), run(None, body)
-        assert [g is None for g in ours] == [g is None for g in plain]
-        tolerance = {"O4": 0.1, "O5": 0.1}.get(level[:2], 0.03)
-        assert_close([g for g in ours if g is not None], [g for g in plain if g is not None], tolerance)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -1071,18 +645,6 @@ def test_a_gradient_that_no_exit_saw_is_refused_where_its_parameter_joins(level:
     assert not torch.equal(head.weight, before[2])
 
 
-def test_two_bodies_inside_of_each_other_unscale_each_gradient_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    amp.initialize(model, optimizers, opt_level="O1", verbosity=0, loss_scale=64.0)
-    losses = [part(torch.ones(1, 4)).sum() for part in model]
-    for _ in range(2):
-        with amp.scale_loss(losses[0], optimizers[0]) as first, amp.scale_loss(losses[1], optimizers[1]) as second:
-            first.backward(retain_graph=True)
-            second.backward(retain_graph=True)
-    assert [float(part.bias.grad[0]) for part in model] == [2.0, 2.0]
-
-
 def test_a_body_inside_of_another_after_its_backward_goes_on_with_what_was_there() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
@@ -1118,24 +680,6 @@ def test_an_optimizer_that_scale_loss_did_not_list_is_told_to_be_listed(level: s
     backward(head(body(torch.ones(2, 4))).sum() / 1024, optimizers)
     optimizers[1].step()
     assert not torch.equal(masters(optimizers[1])[0], before[0])
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("inside", ["the body", "the backward"])
-def test_a_step_inside_of_the_body_is_refused_before_anything_is_stepped(inside: str, level: str) -> None:
-    model, optimizer = started(level, task=MLP, loss_scale=64.0)
-    before = masters(optimizer)
-    loss = MLP.loss(model, MLP.batch())
-    hook = model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    if inside == "the body":
-        hook.remove()
-    with pytest.raises(AmpStateError, match=r"Nothing was\s+stepped"), amp.scale_loss(loss, optimizer) as scaled_loss:
-        print(scaled_loss.backward(), optimizer.step())
-    hook.remove()
-    assert_bitwise(masters(optimizer), before)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    optimizer.step()
-    assert not torch.equal(masters(optimizer)[0], before[0])
 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4"])
@@ -1217,15 +761,9 @@ def test_a_backward_after_an_exit_that_left_gradients_scaled_is_unscaled_with_th
     assert all(param.isfinite().all() and param.abs().max() < 3 for param in model.parameters())
 
 
-def two_tensors(model: nn.Module) -> nn.Module:
-    """Make the weight a wrapper subclass that is no DTensor."""
-    weight = model.weight
-    model.weight = nn.Parameter(TwoTensor(weight.detach().clone(), weight.detach().clone()))
-    return model
-
-
 def test_a_gradient_that_wraps_tensors_cannot_be_checked_and_says_so() -> None:
-    model = two_tensors(nn.Linear(8, 4))
+    model = nn.Linear(8, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.randn(4, 8), torch.randn(4, 8)))
     optimizer = torch.optim.AdamW(model.parameters())
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     with (
@@ -1246,65 +784,15 @@ def test_a_gradient_that_wraps_tensors_cannot_be_checked_and_says_so() -> None:
     assert not torch.equal(model.weight.a, before)
 
 
-class Wrapped(Tensor):
-    """A wrapper subclass of one tensor, whose gradients are plain."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapped:
-        self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-        self.inner = inner
-        return self
-
-    def __tensor_flatten__(self) -> Any:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Wrapped:
-        return Wrapped(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        unwrapped, named = tree_map_only(Wrapped, lambda one: one.inner, (args, kwargs or {}))
-        result = func(*unwrapped, **named)
-        if func._schema.is_mutable:
-            return args[0]
-        return Wrapped(result) if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default) else result
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_weight_that_wraps_a_tensor_is_stepped_by_its_plain_gradient(make: Any, level: str) -> None:
-    weights = []
-    for is_wrapped in (True, False):
-        torch.manual_seed(0)
-        model = nn.Linear(8, 4)
-        if is_wrapped:
-            model.weight = nn.Parameter(Wrapped(model.weight.detach()))
-        optimizer = make(model.parameters(), lr=0.01)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        for _ in range(2):
-            with amp.scale_loss(model(torch.ones(2, 8)).float().square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            assert type(model.weight.grad) is Tensor
-            optimizer.step()
-            optimizer.zero_grad()
-        weight = model.weight.detach()
-        weights.append((weight.inner if isinstance(weight, Wrapped) else weight).clone())
-        amp.close()
-    torch.testing.assert_close(*weights)
-
-
 def test_a_frozen_half_weight_that_wraps_a_tensor_is_left_alone_or_refused() -> None:
     model = nn.Linear(8, 4)
-    model.register_parameter("quantized", nn.Parameter(Wrapped(torch.ones(4).bfloat16()), requires_grad=False))
-    with pytest.raises(AmpStateError, match=r"a frozen Wrapped of shape \(4,\) in torch.bfloat16, which gets no"):
+    model.register_parameter("quantized", nn.Parameter(TwoTensor(*torch.ones(2, 4).bfloat16()), requires_grad=False))
+    with pytest.raises(AmpStateError, match=r"a frozen TwoTensor of shape \(4,\) in torch.bfloat16, which gets no"):
         amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float32, torch.float32]
-    assert type(model.quantized.data) is Wrapped
+    assert type(model.quantized.data) is TwoTensor
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,9 +37,9 @@ AVERAGES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def exact(model: nn.Module, task: Any = NORMED_MLP) -> nn.Module:
+def exact(model: nn.Module) -> nn.Module:
     """A plain FP32 model with what `model` has: masters, as its state dictionary holds them."""
-    plain = task.model(3)
+    plain = NORMED_MLP.model(3)
     plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     return plain
 
@@ -83,22 +82,6 @@ def test_an_averaged_model_is_that_of_an_fp32_model_with_the_masters_values(
     assert int(averaged.n_averaged) == 6
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_slow_average_moves_as_far_as_it_would_in_fp32(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    averaged.update_parameters(model)
-    start = state(averaged)["module.0.weight"]
-    far = start + 1.0
-    for param in model.parameters():
-        with torch.no_grad():
-            param.add_(1.0)
-    for _ in range(300):
-        averaged.update_parameters(model)
-    moved = state(averaged)["module.0.weight"] - start
-    torch.testing.assert_close(moved, (1 - DECAY**300) * (far - start), rtol=0.01, atol=0)
-
-
 @pytest.mark.parametrize("task", [CNN, LSTM, NORMED_MLP], ids=["CNN", "LSTM", "NORMED_MLP"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_averaged_model_evaluates_saves_and_loads_as_torchs_of_an_fp32_model(level: str, task: Any) -> None:
@@ -122,22 +105,6 @@ def test_an_averaged_model_evaluates_saves_and_loads_as_torchs_of_an_fp32_model(
     again.load_state_dict(plain.state_dict())
     assert_bitwise(state(again), saved)
     update_bn([task.batch(3)[0]], averaged)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_averaged_model_neither_trains_nor_changes_its_model(level: str) -> None:
-    model, optimizer = started(level)
-    train(NORMED_MLP, model, optimizer, "c")
-    values, exact_values = frozen(dict(model.named_parameters())), masters(optimizer)
-    averaged = amp.averaged_model(model, optimizer)
-    averaged.update_parameters(model)
-    assert all(param.grad is None for param in averaged.parameters())
-    averaged.load_state_dict(AveragedModel(NORMED_MLP.model(8)).state_dict())
-    assert_bitwise(frozen(dict(model.named_parameters())), values)
-    assert_bitwise(masters(optimizer), exact_values)
-    kept = state(averaged)
-    train(NORMED_MLP, model, optimizer, "c")
-    assert_bitwise(state(averaged), kept)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -230,16 +197,6 @@ def test_a_model_evaluates_with_the_average_and_trains_on_as_if_it_had_not(level
     assert_bitwise(run(evaluates=True), expected)
 
 
-def test_an_average_of_torchs_and_a_copy_stand_in_too() -> None:
-    model = MLP.model()
-    other = MLP.model(5)
-    for averaged in (AveragedModel(other), other):
-        with left_alone(model), amp.averaged_weights(model, averaged):
-            assert_bitwise(state(model), state(other))
-            amp_saved = amp.export_state_dict(model)
-        assert_bitwise(dict(amp_saved), state(other))
-
-
 @pytest.mark.filterwarnings("ignore:A moving average of this model was made as a copy")
 @pytest.mark.parametrize("kind", ["averaged", "copy"])
 @pytest.mark.parametrize("level", LEVELS)
@@ -290,102 +247,25 @@ def test_what_is_no_average_of_the_model_is_refused() -> None:
             pytest.fail("the body ran")
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_skipped_step_that_is_asked_about_does_not_move_the_average(level: str) -> None:
-    model, optimizer, averaged = trained_with_average(level)
-    for index, outcome in enumerate("oco", start=3):
-        before = state(averaged)
-        train(NORMED_MLP, model, optimizer, outcome, first=index)
-        if not amp.last_step(optimizer).skipped:
-            averaged.update_parameters(model)
-        assert (int(averaged.n_averaged) != int(before["n_averaged"])) == (outcome == "c")
-        if outcome == "o":
-            assert_bitwise(state(averaged), before)
-
-
 # --- other libraries' averages --------------------------------------------------------------------
 
 
 class ModelEma:
-    """timm's first: a copy, and its state dictionary by name."""
+    """timm's: its name tells it, by one word of several."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.ema = copy.deepcopy(model)
-        self.ema.eval()
-        self.decay = decay
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        values = model.state_dict()
-        for name, average in self.ema.state_dict().items():
-            value = values[name].detach()
-            average.copy_(average * self.decay + (1.0 - self.decay) * value)
-
-    def state(self) -> dict[str, Tensor]:
-        return state(self.ema)
-
-
-class ModelEmaV2(nn.Module):
-    """timm's second: a submodule, and state dictionaries in order."""
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module) -> None:
         self.module = copy.deepcopy(model)
-        self.decay = decay
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        for average, value in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
-            average.copy_(self.decay * average + (1.0 - self.decay) * value)
-
-    def state(self) -> dict[str, Tensor]:
-        return state(self.module)
 
 
-class ModelEmaV3(ModelEmaV2):
-    """timm's third: in one go."""
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        both = zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
-        pairs = [pair for pair in both if pair[0].is_floating_point()]
-        torch._foreach_lerp_([a for a, _ in pairs], [value for _, value in pairs], weight=1.0 - self.decay)
-
-
-class EMAModel:
-    """diffusers': copies of parameters, from whatever gives them."""
-
-    def __init__(self, parameters: Iterable[Tensor], decay: float, foreach: bool = False) -> None:
-        self.shadow = [p.clone().detach() for p in parameters]
-        self.decay, self.foreach = decay, foreach
-
-    @torch.no_grad()
-    def step(self, parameters: Iterable[Tensor]) -> None:
-        weight, params = 1 - self.decay, list(parameters)
-        if self.foreach:
-            torch._foreach_sub_(self.shadow, torch._foreach_sub(self.shadow, params), alpha=weight)
-            return
-        for average, param in zip(self.shadow, params, strict=True):
-            average.sub_(weight * (average - param))
-
-    def copy_to(self, parameters: Iterable[Tensor]) -> None:
-        for average, param in zip(self.shadow, list(parameters), strict=True):
-            param.data.copy_(average.to(param.device).data)
+class Follower(ModelEma):
+    """The name of its base tells it."""
 
 
 class ExponentialMovingAverage(AveragedModel):
     """torchvision's."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
-
-
-class MeanTeacher(nn.Module):
-    """A network that follows another one."""
-
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.copied = copy.deepcopy(model)
+        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
 
 
 def helper(model: nn.Module) -> nn.Module:
@@ -393,8 +273,8 @@ def helper(model: nn.Module) -> nn.Module:
 
 
 def by_line(model: nn.Module) -> None:
-    ema_model = copy.deepcopy(model)
-    del ema_model
+    teacher = copy.deepcopy(model)
+    del teacher
 
 
 def make_ema(model: nn.Module) -> nn.Module:
@@ -403,11 +283,9 @@ def make_ema(model: nn.Module) -> nn.Module:
 
 COPYING: dict[str, Callable[[nn.Module], Any]] = {
     "AveragedModel": AveragedModel,
-    "torchvision": lambda model: ExponentialMovingAverage(model, DECAY),
-    "timm 1": lambda model: ModelEma(model, DECAY),
-    "timm 2": lambda model: ModelEmaV2(model, DECAY),
-    "timm 3": lambda model: ModelEmaV3(model, DECAY),
-    "teacher": MeanTeacher,
+    "torchvision": ExponentialMovingAverage,
+    "timm": ModelEma,
+    "a class derived": Follower,
     "by the line": by_line,
     "by a function": make_ema,
 }
@@ -434,106 +312,3 @@ def test_other_copies_are_made_in_silence(level: str) -> None:
     schema = copy.deepcopy([model, {"demand": best}])
     assert schema[0] is not model
     helper(model)
-
-
-class Plain:
-    def __init__(self, make: Callable[[nn.Module], Any], level: str) -> None:
-        self.model, self.reference = NORMED_MLP.model(), NORMED_MLP.model()
-        self.ema, self.expected = make(self.model), make(self.reference)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)
-
-    def steps(self) -> Iterator[None]:
-        for index in range(5):
-            train(NORMED_MLP, self.model, self.optimizer, "c", first=index)
-            self.reference.load_state_dict({name: value.clone() for name, value in self.model.state_dict().items()})
-            yield
-
-
-@pytest.mark.parametrize("kind", [ModelEma, ModelEmaV2, ModelEmaV3])
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_averages_of_state_dictionaries_that_are_made_before_follow_the_masters(level: str, kind: Any) -> None:
-    run = Plain(lambda model: kind(model, DECAY), level)
-    for _ in run.steps():
-        run.ema.update(run.model)
-        run.expected.update(run.reference)
-    assert_bitwise(run.ema.state(), run.expected.state())
-    assert {value.dtype for value in run.ema.state().values() if value.is_floating_point()} == {torch.float32}
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("made", ["before", "after"])
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_an_average_of_parameters_that_is_given_the_masters_follows_them(level: str, made: str, foreach: bool) -> None:
-    run = Plain(lambda model: EMAModel(model.parameters(), DECAY, foreach), level)
-    if made == "after":
-        run.ema = EMAModel(amp.master_params(run.optimizer), DECAY, foreach)
-    for _ in run.steps():
-        run.ema.step(amp.master_params(run.optimizer))
-        run.expected.step(run.reference.parameters())
-    assert_bitwise(run.ema.shadow, run.expected.shadow)
-    run.ema.copy_to(run.model.parameters())
-    for param, average in zip(run.model.parameters(), run.expected.shadow, strict=True):
-        assert_bitwise(param.detach(), average.to(param.dtype))
-
-
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("level", LOW_LEVELS)
-def test_torchs_average_that_is_made_before_meets_half_weights_and_ours_in_its_place_the_exact_ones(
-    level: str, average: str
-) -> None:
-    """docs/training_loop.md says what torch's does, and what to write."""
-    plain, rounded, model = CNN.model(), CNN.model(), CNN.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    arguments = AVERAGES[average]()
-    made_before, expected, of_rounded = (AveragedModel(one, **arguments) for one in (model, plain, rounded))
-    ours = amp.averaged_model(model, optimizer, **arguments)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    message = ""
-    for index in range(2):
-        train(CNN, model, optimizer, "c", first=index)
-        plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-        ours.update_parameters(model)
-        expected.update_parameters(plain)
-        with torch.no_grad():
-            for copied, param in zip(rounded.parameters(), model.parameters(), strict=True):
-                copied.copy_(param)
-        of_rounded.update_parameters(rounded)
-        try:
-            made_before.update_parameters(model)
-        except RuntimeError as error:
-            message = str(error)
-    assert_bitwise(state(ours), state(expected))
-    if average != "equal weights":  # which torch's versions take for bfloat16, or do not
-        assert ("dtype" in message) is (average != "exponential, one by one")
-    if not message:
-        for silent, wanted in zip(made_before.parameters(), of_rounded.parameters(), strict=True):
-            torch.testing.assert_close(silent, wanted, rtol=0, atol=1e-6)
-    after = amp.averaged_model(model, optimizer, **arguments)
-    after.load_state_dict(made_before.state_dict())
-    assert_bitwise(state(after), state(made_before))
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_an_averaged_model_made_with_warnings_as_errors_changes_nothing(level: str) -> None:
-    model, optimizer = started(level)
-    before = state(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="moving average"):
-            AveragedModel(model)
-    assert_bitwise(state(model), before)
-    train(NORMED_MLP, model, optimizer, "c")
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_masters_that_were_clipped_after_the_step_do_not_replace_the_average(level: str) -> None:
-    model, optimizer, averaged = trained_with_average(level)
-    with torch.no_grad():
-        for weight in amp.master_params(optimizer):
-            weight.clamp_(-0.01, 0.01)
-    with amp.averaged_weights(model, averaged):
-        model.eval()(NORMED_MLP.batch(9)[0])
-        for weight, average in zip(model.parameters(), averaged.module.parameters(), strict=True):
-            assert_bitwise(weight.detach(), average.detach().to(weight.dtype))
-    assert all(p.abs().max() <= 0.0101 for p in model.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -81,15 +80,6 @@ def test_the_scale_moves_once_for_all_optimizers_of_a_loss() -> None:
     assert scaler.state_dict()["_growth_tracker"] == 1
 
 
-def test_step_unscales_by_itself() -> None:
-    body, head, optimizers = models("O1", loss_scale=128.0)
-    scaler = amp.GradScaler()
-    scaler.scale(head(body(batch(0))).sum()).backward()
-    scaler.step(optimizers[1])
-    bias = head.bias
-    torch.testing.assert_close(bias.grad, torch.tensor([3.0]))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_that_is_not_the_scalers_is_told_what_to_call(level: str) -> None:
     body, head, optimizers = models(level)
@@ -154,22 +144,6 @@ def test_a_loss_that_was_refused_leaves_a_scaler_as_it_was() -> None:
     for optimizer in optimizers:
         one.step(optimizer)
     one.update()
-
-
-def test_each_loss_has_a_scaler() -> None:
-    body, head, optimizers = models("O1", num_losses=2)
-    first, second = (amp.GradScaler(loss_id=i) for i in range(2))
-    second.scale(head(body(batch(0))).sum() * 1e30).backward()
-    second.step(optimizers[0])
-    second.update()
-    assert (first.get_scale(), second.get_scale()) == (2.0**16, 2.0**15)
-    assert second.state_dict()["scale"] == 2.0**15
-
-
-def test_it_goes_through_a_pickle() -> None:
-    scaler = pickle.loads(pickle.dumps(amp.GradScaler(loss_id=1)))
-    models("O1", num_losses=2)
-    assert scaler.get_scale() == 2.0**16
 
 
 def test_its_numbers_are_those_of_initialize() -> None:

@@ -11,7 +11,7 @@ from amp_engine import AmpGradientWarning, Engine, amp
 from amp_engine.ground.devices import HostNumbers
 from amp_engine.scaling.history import KEPT_LOSSES, LIMIT, Point, ScaleHistory, Track
 from tests.models import MLP
-from tests.support import DYNAMIC_LEVELS, started, train
+from tests.support import started
 
 
 class Late:
@@ -83,17 +83,6 @@ def test_what_has_not_arrived_is_waited_for_by_nobody_but_who_says_so() -> None:
     assert history.track(0).backwards == 5
 
 
-def test_those_that_nobody_asks_for_do_not_pile_up() -> None:
-    history, most = ScaleHistory(), 0
-    history.begin([1.0])
-    for _ in range(1000):
-        one = Late(False, 1.0)
-        one.is_there = True
-        history.note(0, one)
-        most = max(most, len(history._waiting))
-    assert most < 100
-
-
 def test_a_loss_of_several_elements_is_not_kept_until_somebody_asks() -> None:
     model, optimizer = started("O2")
     for _ in range(3):
@@ -155,41 +144,6 @@ def test_a_loss_of_several_optimizers_is_kept_once(is_delayed: bool) -> None:
         assert [number for number, _ in engine._scaling.history.track(0).losses] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-@pytest.mark.parametrize("is_late", [False, True])
-def test_of_accumulated_backwards_the_last_loss_is_kept(
-    level: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_late:
-        monkeypatch.setattr(HostNumbers, "is_known", lambda numbers: False)
-    with Engine() as engine:
-        model, optimizer = started(level, task=MLP, engine=engine)
-        losses = []
-        for index in range(9):
-            loss = MLP.loss(model, MLP.batch(index))
-            losses.append(loss.item())
-            with engine.scale_loss(loss, optimizer) as scaled_loss:
-                (scaled_loss * (float("inf") if index == 6 else 1.0)).backward()
-            if index % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        engine._scaling.history.hear(wait=True)
-        kept = engine._scaling.history.track(0).losses
-        assert list(kept) == [(3, losses[2]), (6, losses[5]), (9, losses[8])]
-
-
-def test_a_backward_without_a_number_comes_after_all_that_are_known() -> None:
-    history = ScaleHistory()
-    history.begin([8.0])
-    for number in (1, 0, 0, 2):
-        history.track(0).add(False, 8.0, number, float(number))
-    assert history.losses_before(0, 0) == [1.0, 0.0, 0.0, 2.0]
-
-
-def test_numbers_on_the_cpu_have_arrived_at_once() -> None:
-    assert HostNumbers(torch.tensor([1.0, 0.5])).values == [1.0, 0.5]
-
-
 def test_numbers_that_a_device_computes_have_arrived_when_somebody_has_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,32 +152,3 @@ def test_numbers_that_a_device_computes_have_arrived_when_somebody_has_read_them
     assert numbers.values is None
     assert numbers.read(1) == 0.5
     assert numbers.values == [1.0, 0.5]
-
-
-@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-def test_an_engine_keeps_the_history_of_its_scalers(level: str) -> None:
-    with Engine() as engine:
-        model, optimizer = started(level, task=MLP, engine=engine)
-        train(MLP, model, optimizer, "ccocoo", engine=engine)
-        track = engine._scaling.history.track(0)
-        assert [p.backward for p in track.points if p.overflows] == [3, 5, 6]
-        first = track.points[0].scale
-        assert [p.scale for p in track.points] == [first, first / 2, first / 4, first / 8]
-        assert track.scale == engine.scalers[0].loss_scale()
-        engine.scalers[0]._loss_scale = 4.0
-        train(MLP, model, optimizer, "c", engine=engine)
-        track = engine._scaling.history.track(0)
-        assert track.points[-1] == Point(7, 4.0), "what somebody writes is seen at the next backward"
-
-
-def test_two_optimizers_of_one_loss_are_one_backward() -> None:
-    with Engine() as engine:
-        a, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b)]
-        engine.initialize([a, b], optimizers, opt_level="O1", verbosity=0, num_losses=2)
-        with engine.scale_loss(b(a(torch.ones(1, 4))).sum(), optimizers, loss_id=1) as scaled:
-            scaled.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        history = engine._scaling.history
-        assert [history.track(i).backwards for i in (0, 1)] == [0, 1]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from amp_engine import AmpTypeError, Engine, amp
+from amp_engine import AmpTypeError, amp
 from tests.models import NORMED_MLP
-from tests.support import LEVELS, WEIGHT_DTYPE, assert_bitwise, frozen, masters, started, train
+from tests.support import WEIGHT_DTYPE, assert_bitwise, frozen, masters, started, train
 
 
 class Tied(nn.Module):
@@ -40,9 +40,9 @@ def size_of(value: Any) -> int:
     return len(file.getvalue())
 
 
-def trained(level: str, model: nn.Module, **keywords: Any) -> torch.optim.Optimizer:
+def trained(level: str, model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     for _ in range(3):
         with amp.scale_loss(model(torch.ones(2, 64)).float().square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
@@ -79,25 +79,6 @@ def test_another_type_is_rounded_once_from_the_exact_values(level: str, dtype: A
     if level in ("O2", "O5") and target != WEIGHT_DTYPE[level]:
         half = model.get_parameter("0.weight").detach()
         assert not torch.equal(amp.export_state_dict(model, dtype)["0.weight"], half.to(target))  # not through half
-
-
-@pytest.mark.parametrize("keywords", [{}, {"master_weights": "split"}])
-def test_masters_in_two_halves_are_exported_as_others(keywords: dict[str, Any]) -> None:
-    model = Tied()
-    trained("O5", model, **keywords)
-    assert_bitwise(amp.export_state_dict(model, torch.float32)["first.weight"], model.state_dict()["first.weight"])
-    assert_bitwise(amp.export_state_dict(model)["first.weight"], model.first.weight.detach())
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_a_master_that_was_written_counts(dtype: Any) -> None:
-    model, optimizer = started("O2")
-    train(NORMED_MLP, model, optimizer, "c")
-    with torch.no_grad():
-        for weight in amp.master_params(optimizer):
-            weight.fill_(0.3)
-    value = amp.export_state_dict(model, dtype)["0.weight"]
-    assert (value == torch.tensor(0.3, dtype=value.dtype)).all()
 
 
 # --- what is in it --------------------------------------------------------------------------------
@@ -140,18 +121,6 @@ def test_entries_are_copies_and_training_goes_on(level: str, dtype: Any) -> None
     quiet = run(exports=False)
     amp.close()
     assert_bitwise(run(exports=True), quiet)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_before_initialize_and_after_close_a_model_has_its_own_types(level: str) -> None:
-    model = NORMED_MLP.model().half()
-    assert amp.export_state_dict(model)["0.weight"].dtype == torch.float16
-    model, optimizer = NORMED_MLP.model(), None
-    assert_bitwise(dict(Engine().export_state_dict(model)), frozen(dict(model.state_dict())))
-    model, optimizer = started(level)
-    train(NORMED_MLP, model, optimizer, "cc")
-    amp.close()
-    assert_bitwise(dict(amp.export_state_dict(model)), frozen(dict(model.state_dict())))
 
 
 def test_weights_with_another_order_in_memory_come_out_contiguous() -> None:

@@ -129,25 +129,6 @@ def test_a_wrapper_and_the_model_inside_are_refused_where_types_change(level: st
 
 
 @pytest.mark.usefixtures("one_process_group")
-def test_a_half_model_inside_of_a_wrapper_is_refused_where_it_becomes_float32() -> None:
-    model = MLP.model().half()
-    ddp, optimizer = DistributedDataParallel(model), momentum_sgd(model.parameters())
-    for given in (ddp, model):
-        with left_alone(model, optimizer), pytest.raises(AmpStateError, match="first, then DistributedDataParallel"):
-            amp.initialize(given, optimizer, opt_level="O0", verbosity=0)
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_second_initialize_of_a_wrapped_model_changes_no_type_and_is_taken(level: str) -> None:
-    model = MLP.model()
-    amp.initialize(model, momentum_sgd(model[0].parameters()), opt_level=level, verbosity=0)
-    ddp = DistributedDataParallel(model)
-    amp.initialize(model, momentum_sgd(model[2].parameters()), opt_level=level, verbosity=0)
-    del ddp
-
-
-@pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_what_users_do_to_parameters_is_taken_for_no_wrapper(level: str) -> None:
     model, other = MLP.model(), MLP.model()
@@ -158,16 +139,6 @@ def test_what_users_do_to_parameters_is_taken_for_no_wrapper(level: str) -> None
     loss = MLP.loss(model, MLP.batch())  # whose graph holds what a wrapper would
     amp.initialize(model, momentum_sgd(model.parameters()), opt_level=level, verbosity=0)
     del ddp, loss
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_wrapper_that_is_garbage_is_no_wrapper(level: str) -> None:
-    model = MLP.model()
-    ddp: Any = DistributedDataParallel(model)
-    ddp.itself = [ddp]  # which only a collection frees
-    del ddp
-    amp.initialize(model, momentum_sgd(model.parameters()), opt_level=level, verbosity=0)
 
 
 @pytest.mark.usefixtures("one_process_group")
@@ -196,27 +167,4 @@ def test_close_says_so_where_a_half_model_had_masters_and_is_half_again(level: s
     with pytest.warns(RuntimeWarning, match=r"Call DistributedDataParallel\(model\) anew before"):
         amp.close()
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
-    del ddp
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("keywords", [{}, {"master_weights": True}])  # of shards there are none
-def test_half_shards_are_refused_where_weights_are_float32(keywords: dict[str, Any]) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = MLP.model().bfloat16()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = momentum_sgd(model.parameters())
-    with pytest.raises(AmpStateError, match=r"Found param 0\.weight(?s:.*)Call model.float\(\) before fully_shard"):
-        amp.initialize(model, optimizer, opt_level="O4", verbosity=0, **keywords)
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("level", REACHED)
-def test_close_says_nothing_of_a_wrapper_whose_parameters_keep_their_type(level: str) -> None:
-    model = MLP.model()
-    amp.initialize(model, momentum_sgd(model.parameters()), opt_level=level, verbosity=0)
-    ddp = DistributedDataParallel(model)
-    amp.close()
     del ddp

@@ -120,20 +120,6 @@ def test_a_delayed_backward_between_the_two_does_not_hide_it(level: str) -> None
 
 
 @pytest.mark.usefixtures("one_process_group")
-def test_a_wrapper_in_the_place_of_one_that_is_gone_is_found() -> None:
-    model, ddp, optimizer = started("O2")
-    micro_batch(ddp, optimizer, 0, sync=True)
-    del ddp
-    ddp = DistributedDataParallel(model)
-    micro_batch(ddp, optimizer, 0, sync=True)
-    optimizer.step()
-    micro_batch(ddp, optimizer, 0, sync=False)
-    with pytest.raises(AmpStateError, match=REFUSED):
-        micro_batch(ddp, optimizer, 1, sync=True)
-    del ddp
-
-
-@pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("level", WINDOWED)
 def test_gradients_that_were_discarded_need_no_reduction(level: str, set_to_none: bool) -> None:
@@ -143,35 +129,3 @@ def test_gradients_that_were_discarded_need_no_reduction(level: str, set_to_none
     micro_batch(ddp, optimizer, 1, sync=True)
     optimizer.step()
     del ddp
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("level", WINDOWED)
-def test_who_reduces_by_hand_never_meets_the_refusal(level: str) -> None:
-    _, ddp, optimizer = started(level, **WINDOWED[level])
-    for index in range(4):
-        micro_batch(ddp, optimizer, index, sync=False)
-        if index % 2:
-            for param in amp.master_params(optimizer):
-                assert param.grad is not None
-                torch.distributed.all_reduce(param.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-    del ddp
-
-
-@pytest.mark.usefixtures("one_process_group")
-def test_another_optimizers_wrapper_is_no_concern() -> None:
-    """One half of a GAN is under `no_sync` while the other is trained."""
-    _, ddp, optimizer = started("O2")
-    _, other, other_optimizer = started("O2")
-    for index in range(2):
-        with other.no_sync():
-            loss = MLP.loss(ddp, MLP.batch(index)) + MLP.loss(other, MLP.batch(index))
-            backward(loss, optimizer)
-        other_optimizer.zero_grad()
-        backward(MLP.loss(other, MLP.batch(index)), other_optimizer)
-        for one in (optimizer, other_optimizer):
-            one.step()
-            one.zero_grad()
-    del ddp, other

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from amp_engine import AmpStateError, AmpTypeError, AmpValueError, amp
 from amp_engine.optimizers import LARC
 from tests.models import MLP
-from tests.support import backward, left_alone, masters, momentum_sgd
+from tests.support import left_alone, momentum_sgd
 
 
 @pytest.mark.parametrize("wrong", ["WORLD", 0, [0, 1], True])
@@ -31,34 +31,6 @@ def test_a_group_without_this_rank_is_refused() -> None:
     nobody: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that are not in it
     with left_alone(model, optimizer), pytest.raises(AmpValueError, match="a group that this rank is not in"):
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0, process_group=nobody)
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_group_of_one_rank_changes_nothing(level: str) -> None:
-    results = []
-    for group in (None, dist.group.WORLD):
-        model = MLP.model()
-        optimizer = momentum_sgd(model.parameters())
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, process_group=group)
-        backward(MLP.loss(model, MLP.batch()), optimizer)
-        amp.clip_grad_norm_(optimizer, 0.1)
-        optimizer.step()
-        results.append(masters(optimizer))
-        amp.close()
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.usefixtures("one_process_group")
-def test_a_wrapper_that_was_never_made_to_the_end_is_none() -> None:
-    with pytest.raises(RuntimeError, match="non-CPU accelerator") as error:
-        FullyShardedDataParallel(MLP.model())  # without device_id; the error holds what is there of it
-    model = MLP.model()
-    optimizer = momentum_sgd(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    del error
 
 
 @pytest.mark.usefixtures("one_process_group")

@@ -73,14 +73,13 @@ def begun(rank: int, folder: Path) -> dict[str, Any]:
         train(model, optimizer, 0, CUT)
         save(model, optimizer, folder / level / str(dist.get_world_size()))
         at_cut = picture(model, optimizer)
-        moments = [s["exp_avg"].to_local() for s in optimizer.state.values()]
         train(model, optimizer, CUT, END)
         uncut = picture(model, optimizer)
         amp.close()
         model, optimizer = made(level, seed=1)
         load(model, optimizer, folder / level / str(dist.get_world_size()))
         train(model, optimizer, CUT, END)
-        results[level] = at_cut, uncut, picture(model, optimizer), [m.clone() for m in moments]
+        results[level] = at_cut, uncut, picture(model, optimizer)
         amp.close()
     return results
 
@@ -109,18 +108,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_resumed_run_is_the_one_that_was_not_cut_overflows_included(ranks: Any, level: str) -> None:
     for results in ranks[2]:
-        at_cut, uncut, resumed, _ = results[level]
+        at_cut, uncut, resumed = results[level]
         assert_bitwise(resumed, uncut)
         assert not torch.equal(at_cut[0], uncut[0])
         assert uncut[-1][0] == 2.0**14  # two of the steps were skipped
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_ranks_have_different_parts_of_the_moments(ranks: Any, level: str) -> None:
-    first, second = (results[level][3] for results in ranks[2])
-    assert not any(
-        one.shape == other.shape and torch.equal(one, other) for one, other in zip(first, second, strict=True)
-    )
 
 
 @pytest.mark.parametrize("count", [3, 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import traceback
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,7 @@ class Sequence:
         return cls(start, [(name, numbers, bool(look)) for name, numbers, look in actions])
 
 
-def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> Sequence:
+def draw(seed: int, level: str | None = None) -> Sequence:
     """The sequence of a seed."""
     source = random.Random(seed)
     level = level or source.choice([*LEVELS, "O1", "O2", "O2", "O5"])
@@ -70,15 +69,13 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
     }
     if start["half"] is not None and level in ("O1", "O4"):  # by hand, norms would be cast otherwise
         start["models"] = ["mlp" if kind == "normed" else kind for kind in models]
-    names = [name for name in ACTIONS if name not in without]
-    between = [name for name in BETWEEN if name in names]
     chosen: list[str] = []
     for _ in range(source.randint(4, 24)):
-        is_between = bool(chosen) and chosen[-1] != "step" and chosen[-1] in ("backward", *between)
+        is_between = bool(chosen) and chosen[-1] != "step" and chosen[-1] in ("backward", *BETWEEN)
         if is_between and source.random() < 0.7:
-            chosen += source.choices(between, [BETWEEN[name] for name in between])
+            chosen += source.choices([*BETWEEN], [*BETWEEN.values()])
         else:
-            chosen += source.choices(names, [ACTIONS[name].weight for name in names])
+            chosen += source.choices([*ACTIONS], [action.weight for action in ACTIONS.values()])
     looks = source.choice([0.0, 0.15, 0.5, 1.0])
     return Sequence(start, [(name, ACTIONS[name].draw(source), source.random() < looks) for name in chosen])
 

@@ -104,11 +104,9 @@ class Explanation(Paged):
 def explain(engine: Engine) -> Explanation:
     """A record of casts, for `with amp.explain() as explanation:` around one or more iterations.
 
-    `explanation.records` has, for each function on the lists of O1 and O4 and each type that it ran in, in all
-    threads: the calls, the casts made for them, the casts that the cache saved, and the bytes that the casts read
-    and wrote. `str(explanation)` is a table of the records. Calls in code that torch.compile compiled are not
-    recorded. At the other levels there are no casts to count, and compiled code may be compiled once more. Can be
-    nested. Python runs at each call, so do not time the iterations. No host sync.
+    `explanation.records` has, for each function on the lists of O1 and O4 and each type that it ran in, the calls, the
+    casts made for them, the casts that the cache saved, and the bytes that the casts read and wrote. At the other
+    levels there are no casts to count. Can be nested. Python runs at each call, so do not time the iterations.
     """
     return Explanation(engine.function_casts.observed)
 

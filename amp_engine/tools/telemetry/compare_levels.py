@@ -72,7 +72,6 @@ class Trials:
         self._reference: _Run | None = None
         self._restore_randomness = randomness(reachable([step_fn, model]))
         self.given: dict[str, None] = {}  # of the model's forward: those that had floating tensors
-        self._last_fit: int | None = None  # exponent of the last loss scale that a search found
 
     def compare(self, policy: RunPolicy, operations: bool = True) -> LevelComparison:
         """Run the batch under `policy`, and compare; without `operations` only the loss and the gradients."""
@@ -90,19 +89,12 @@ class Trials:
         def fits(exponent: int) -> bool:
             return self._run(policy, False, 2.0**exponent).has_finite_gradients
 
-        # Exponents: `low` fits, or is below all that are tried; `high` does not fit.
-        low, high = _LOWEST - 1, math.ceil(math.log2(run.loss_scale))
-        for guess in () if self._last_fit is None else (self._last_fit, self._last_fit + 1):
-            if low < guess < high:
-                low, high = (guess, high) if fits(guess) else (low, guess)
-        if low < _LOWEST:
-            if not fits(_LOWEST):
-                return run
-            low = _LOWEST
+        if not fits(_LOWEST):
+            return run
+        low, high = _LOWEST, math.ceil(math.log2(run.loss_scale))  # exponents: `low` fits, `high` does not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        self._last_fit = low
         return self._run(policy, looks, 2.0**low)
 
     def _run(self, policy: RunPolicy, looks: bool, loss_scale: float | None = None) -> _Run:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from amp_engine.casting import FunctionCasts
-from amp_engine.casting.lists import NAMESPACES
 from amp_engine.engine import Engine
 from amp_engine.ground.dtypes import dtype_name
 from amp_engine.tools.explanation import Explanation, Record, type_name
@@ -23,20 +20,18 @@ class Functions:
 
     Attributes:
         dtype: type in which functions on the list "half" run; None if no function is cast.
-        lists: the name of a list, and the number of functions of this torch on it.
         changes: the functions that users added and removed, in words.
         ops: calls by function and type, as `amp.explain()` counted them; None if no explanation was given.
         note: why there are no casts, or how to get `ops`; "" if neither applies.
     """
 
     dtype: str | None
-    lists: tuple[tuple[str, int], ...]
     changes: tuple[str, ...]
     ops: tuple[Record, ...] | None
     note: str
 
 
-NONE = Functions(None, (), (), None, "")
+NONE = Functions(None, (), None, "")
 
 _HOW_TO_EXPLAIN = (
     "What ran in which type was not collected.  Type:\n\n    with amp.explain() as explanation:\n"
@@ -55,19 +50,18 @@ def described(engine: Engine, explanation: Explanation | None) -> Functions:
     elif why_not is None:
         note = _HOW_TO_EXPLAIN
     if casts is None:
-        return Functions(None, (), (), ops, note)
-    return Functions(dtype_name(casts.dtype), _lists(casts), tuple(_changes(casts)), ops, note)
+        return Functions(None, (), ops, note)
+    return Functions(dtype_name(casts.dtype), tuple(_changes(casts)), ops, note)
 
 
 def section(functions: Functions) -> Section:
-    """The lists, the user's changes to them, and the calls."""
+    """The user's changes to the lists, and the calls."""
     return Section("Functions", list(_blocks(functions)))
 
 
 def _blocks(functions: Functions) -> Iterator[Block]:
     if functions.dtype is not None:
-        lists = ", ".join(f"{count} {name}" for name, count in functions.lists)
-        yield Sentence(f"cast to {functions.dtype} and float32; listed: {lists}")
+        yield Sentence(f"cast to {functions.dtype} and float32")
     yield from map(Sentence, functions.changes)
     if functions.note:
         yield Verbatim(functions.note) if "\n" in functions.note else Sentence(functions.note, "soft")
@@ -91,20 +85,6 @@ def _table(ops: Sequence[Record]) -> Table:
     rows = [[function, listed, *cells(found)] for (function, listed), found in ordered]
     head = ["function", "list", *dtypes, "casts", "cached", "bytes moved"]
     return Table([*rows, ["total", "", *cells(ops)]], head, range(2, len(head)), has_total=True)
-
-
-def _lists(casts: FunctionCasts) -> tuple[tuple[str, int], ...]:
-    """Count the functions of this torch version on each list, with the user's additions and removals."""
-    taken = {(id(r.module), r.name): r.kind for r in casts.registrations[::-1]}
-    removed = {(id(owner), name) for owner, name in casts.removals}
-    counts = Counter(taken.values())
-    for path, lists in NAMESPACES:
-        namespace = pkgutil.resolve_name(path)
-        for kind, names in vars(lists).items():
-            found = [name for name in names if hasattr(namespace, name)]
-            left = [name for name in found if (id(namespace), name) not in removed | taken.keys()]
-            counts["promote" if kind == "sequence" else kind] += len(left)
-    return tuple((name, count) for name, count in counts.items() if count)
 
 
 def _changes(casts: FunctionCasts) -> Iterator[str]:

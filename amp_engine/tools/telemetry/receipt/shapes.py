@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-from amp_engine.casting import FunctionCasts
 from amp_engine.casting.keep_float import kept_modules
 from amp_engine.engine import Engine
 from amp_engine.ground.distributed import fsdp2_param_dtypes
@@ -77,7 +74,7 @@ def described(engine: Engine) -> Shapes:
     """
     audited, found = 0, []
     for prefix, model in named(engine):
-        for name, module in _computing_in_half(model, engine.function_casts.casts):
+        for name, module in _computing_in_half(model, engine.function_casts.casts is not None):
             audited += 1
             where = ".".join(filter(None, (prefix, name)))
             for dimension, size in _sizes(module):
@@ -87,7 +84,7 @@ def described(engine: Engine) -> Shapes:
     return Shapes(audited, tuple(found))
 
 
-def _computing_in_half(model: nn.Module, casts: FunctionCasts | None) -> Iterator[tuple[str, nn.Module]]:
+def _computing_in_half(model: nn.Module, has_casts: bool) -> Iterator[tuple[str, nn.Module]]:
     in_float = {part for module, _ in kept_modules(model) for part in module.modules()}
     inside = {child for m in model.modules() if isinstance(m, nn.MultiheadAttention) for child in m.children()}
     is_cast_by_fsdp2 = bool(fsdp2_param_dtypes(model) & set(LOW_PRECISION))
@@ -96,7 +93,7 @@ def _computing_in_half(model: nn.Module, casts: FunctionCasts | None) -> Iterato
             continue
         params = measured(module.parameters(recurse=False))
         is_half = any(p.dtype in LOW_PRECISION for p in params) or is_cast_by_fsdp2
-        if is_half or (casts is not None and _is_half(casts, _function(module))):
+        if is_half or (has_casts and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))):
             yield name, module
 
 
@@ -137,23 +134,3 @@ def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
         yield from (("input_size", module.input_size), ("hidden_size", module.hidden_size))
         if getattr(module, "proj_size", 0):
             yield "proj_size", int(module.proj_size)  # type: ignore[arg-type]  # cells lack it
-
-
-def _function(module: nn.Module) -> str | None:
-    """The function of the list "half" that a module calls; None for embeddings, whose function is on no list."""
-    if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
-        return "linear"
-    if isinstance(module, _CONVOLUTIONS):
-        return f"conv{'_transpose' if module.transposed else ''}{len(module.kernel_size)}d"
-    if isinstance(module, nn.RNNBase):
-        return module.mode.lower()
-    return "cell" if isinstance(module, nn.RNNCellBase) else None
-
-
-def _is_half(casts: FunctionCasts, function: str | None) -> bool:
-    """True if `function` is not None, and the user did not remove it from its list or put it on another list."""
-    if function is None:
-        return False
-    removed = {(id(owner), name) for owner, name in casts.removals}
-    moved = {(id(r.module), r.name) for r in casts.registrations if r.kind != "half"}
-    return not any((id(owner), function) in removed | moved for owner in (F, torch))

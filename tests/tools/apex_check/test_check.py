@@ -47,45 +47,27 @@ import apex  # apex: served
 from apex import amp, optimizers  # apex.amp: served; apex.optimizers: served
 from apex.amp import _amp_state  # apex.amp._amp_state: served
 from apex.amp._amp_state import _amp_state as state  # apex.amp._amp_state: served
-from apex.amp import amp as inner  # apex.amp.amp: served
-from apex.optimizers import FusedAdam, FusedLAMB  # apex.optimizers.FusedAdam: served; apex.optimizers.FusedLAMB: served
 from apex.optimizers import FP16_Optimizer  # apex.optimizers.FP16_Optimizer: different
 from apex.optimizers import NpuFusedSGD  # apex.optimizers.NpuFusedSGD: missing
 from apex.parallel import DistributedDataParallel as DDP  # apex.parallel.DistributedDataParallel: served
-from apex.parallel import convert_syncbn_model  # apex.parallel.convert_syncbn_model: served
 from apex.parallel.LARC import LARC  # apex.parallel.LARC: served
 from apex.fp16_utils import *  # apex.fp16_utils: served
 from apex.fp16_utils.fp16_optimizer import FP16_Optimizer as Old  # \
 apex.fp16_utils.fp16_optimizer.FP16_Optimizer: served
 from apex.multi_tensor_apply import multi_tensor_applier  # apex.multi_tensor_apply.multi_tensor_applier: served
-from apex.normalization import FusedLayerNorm, FusedRMSNorm  # apex.normalization.FusedLayerNorm: served; \
-apex.normalization.FusedRMSNorm: served
 import amp_C  # amp_C: served
-import apex_C  # apex_C: served
 
 model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="128.0")  # apex.amp.initialize: served
-model, _ = amp.initialize(model, [], opt_level=args.level, verbosity=0)  # apex.amp.initialize: served
 [G, D], [a, b] = apex.amp.initialize(models=[G, D], optimizers=[a, b], num_losses=3)  # apex.amp.initialize: served
 amp.initialize(model, **options)  # apex.amp.initialize: served
 amp.initialize(model, combine_grad=True)  # apex.amp.initialize: served; apex.amp.initialize(combine_grad=): missing
-amp.initialize(model, cast_model_outputs=half, min_loss_scale=1)  # apex.amp.initialize: served
-inner.initialize(model)  # apex.amp.amp.initialize: served
 with amp.scale_loss(loss, optimizer) as scaled_loss:  # apex.amp.scale_loss: served
     scaled_loss.backward(retain_graph=True)
-with amp.scale_loss(loss, [a, b], 1) as scaled_loss:  # apex.amp.scale_loss: served
-    scaled_loss.backward()
-with amp.scale_loss(loss, [], loss_id=1, delay_unscale=True) as scaled_loss:  # apex.amp.scale_loss: served
-    scaled_loss.backward()
 clip_grad_norm_(amp.master_params(optimizer), 1.0)  # apex.amp.master_params: served
-torch.save({"amp": amp.state_dict()}, path)  # apex.amp.state_dict: served
-amp.load_state_dict(checkpoint["amp"])  # apex.amp.load_state_dict: served
 "state_dict" in amp.__dict__  # apex.amp.__dict__: served
-amp.register_half_function(torch, "einsum")  # apex.amp.register_half_function: served
-apex.amp.register_float_function(torch, "sigmoid")  # apex.amp.register_float_function: served
 @amp.half_function  # apex.amp.half_function: served
 def f(x): ...
 nms = amp.float_function(_C.nms)  # apex.amp.float_function: served
-g = amp.promote_function(g)  # apex.amp.promote_function: served
 with amp.disable_casts():  # apex.amp.disable_casts: served
     pass
 handle = amp.init()  # apex.amp.init: served
@@ -94,7 +76,6 @@ with handle.scale_loss(loss, optimizer):  # apex.amp._amp_state.handle.scale_los
     pass
 
 amp._amp_state.loss_scalers[0]._loss_scale = 2**20  # apex.amp._amp_state.loss_scalers._loss_scale: served
-scale = _amp_state.loss_scalers[0].loss_scale()  # apex.amp._amp_state.loss_scalers.loss_scale: served
 if len(state.loss_scalers) == 1:  # apex.amp._amp_state.loss_scalers: served
     scaler = state.loss_scalers[loss_id]  # apex.amp._amp_state.loss_scalers: served
     scaler._scale_seq_len = 100  # apex.amp._amp_state.loss_scalers._scale_seq_len: served
@@ -105,39 +86,20 @@ optimizer._amp_stash.lazy_init_called = True  # optimizer._amp_stash.lazy_init_c
 hasattr(self.optimizer, "_amp_stash")  # optimizer._amp_stash: served
 stash = self.optimizers[0]._amp_stash  # optimizer._amp_stash: served
 stash.all_fp16_params  # optimizer._amp_stash.all_fp16_params: served
-stash.all_fp32_from_fp16_params  # optimizer._amp_stash.all_fp32_from_fp16_params: served
-stash.params_have_scaled_gradients  # optimizer._amp_stash.params_have_scaled_gradients: served
-optimizer._amp_lazy_init()  # optimizer._amp_lazy_init: served
-optimizer._prepare_amp_backward()  # optimizer._prepare_amp_backward: served
-optimizer._post_amp_backward(scaler)  # optimizer._post_amp_backward: served
 _amp_state.opt_properties.options["master_weights"]  # apex.amp._amp_state.opt_properties.options: served
-_amp_state.opt_properties.master_weights  # apex.amp._amp_state.opt_properties.master_weights: served
-_amp_state.opt_properties.patch_torch_functions  # apex.amp._amp_state.opt_properties.patch_torch_functions: served
 amp.frontend.Properties().options  # apex.amp._amp_state.opt_properties.options: served; \
 apex.amp.frontend.Properties: served
 amp.frontend.opt_levels["O2"]  # apex.amp.frontend.opt_levels: served
-amp._initialize.applier(x, f)  # apex.amp._initialize.applier: served
-_amp_state.handle._deactivate()  # apex.amp._amp_state.handle._deactivate: served
-_amp_state.handle._clear_cache()  # apex.amp._amp_state.handle._clear_cache: served
-_amp_state.handle._is_active()  # apex.amp._amp_state.handle._is_active: served
 _amp_state.handle.is_active()  # apex.amp._amp_state.handle.is_active: served
 _amp_state.allow_incoming_model_not_fp32 = True  # apex.amp._amp_state.allow_incoming_model_not_fp32: different
-_amp_state.hard_override = True  # apex.amp._amp_state.hard_override: served
 amp.__version__  # apex.amp.__version__: served
-amp.rnn_compat.has_old_rnns()  # apex.amp.rnn_compat.has_old_rnns: served
-amp.lists  # apex.amp.lists: served
 
-optimizer = FusedAdam(model.parameters(), lr=0.1)  # apex.optimizers.FusedAdam: served
-optimizer = optimizers.FusedSGD(params, lr=0.1)  # apex.optimizers.FusedSGD: served
 model = DDP(model, delay_allreduce=True)  # apex.parallel.DistributedDataParallel: served
 group = apex.parallel.create_syncbn_process_group(2)  # apex.parallel.create_syncbn_process_group: served
-model = convert_syncbn_model(model, process_group=group)  # apex.parallel.convert_syncbn_model: served
 model = network_to_half(model)  # apex.fp16_utils.network_to_half: served
-loss = to_python_float(loss)  # apex.fp16_utils.to_python_float: served
 optimizer = Old(optimizer, static_loss_scale=128)  # apex.fp16_utils.fp16_optimizer.FP16_Optimizer: served
 multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [g])  # apex.multi_tensor_apply.multi_tensor_applier: served; \
 amp_C.multi_tensor_l2norm: served
-apex_C.flatten(tensors)  # apex_C.flatten: served
 """
 
 
@@ -216,12 +178,8 @@ amp.initialize()  # apex.amp.initialize: served
     ("name", "instead"),
     [
         ("apex.contrib.xentropy.SoftmaxCrossEntropyLoss", "cross_entropy(logits, labels, label_smoothing=..."),
-        ("apex.contrib.clip_grad.clip_grad_norm_", "clip_grad_norm_(amp.master_params(optimizer)"),
-        ("apex.contrib.multihead_attn.SelfMultiheadAttn", "scaled_dot_product_attention"),
         ("apex.contrib.optimizers.FP16_Optimizer", "apex.fp16_utils"),
         ("apex.transformer.parallel_state", "Megatron-Core"),
-        ("apex.RNN.LSTM", "torch.nn.LSTM"),
-        ("apex.reparameterization.apply_weight_norm", "parametrizations.weight_norm"),
         ("apex.pyprof.nvtx.init", "torch.profiler"),
         ("apex.parallel.multiproc", "torchrun"),
         ("apex.optimizers.NpuFusedAdam", "FusedAdam"),

@@ -223,16 +223,20 @@ def test_a_backward_of_the_users_own_is_not_run_once_more(engine: Engine) -> Non
     ],
     ids=["normalize", "norm", "cosine_similarity"],
 )
-def test_a_row_of_zeros_that_is_normalized_is_named(engine: Engine, normalized: Any, why: str) -> None:
+def test_a_row_of_zeros_that_is_normalized_is_named(
+    engine: Engine, normalized: Any, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Linear(4, 6, bias=False)
     x = torch.ones(3, 4)
     x[1] = 0.0
-    records = trained(engine, model, lambda _: normalized(model(x)).sum(), 3, "O1", verbosity=0)
-    assert [one.why is None for one in records] == [True, False, False]
+    records = trained(engine, model, lambda _: normalized(model(x)).sum(), 8, "O1")
+    assert [one.why is None for one in records] == [True] + [False] * 7
     assert str(records[-1].why).startswith(why)
-    assert "  Raise the eps there, as in F.normalize(x, eps=1e-3), or compute in FP32 what is divided" in str(
-        records[-1]
+    advice = (
+        "  Raise the eps there, as in F.normalize(x, eps=1e-3), or compute in FP32 what is divided (amp.keep_float)."
     )
+    assert str(records[-1]).endswith(advice)
+    assert diagnosed(capsys).endswith(advice)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])

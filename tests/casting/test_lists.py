@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,9 +18,15 @@ f32 = torch.float32
 X = torch.tensor([[0.25, 0.5], [0.75, 0.125]])
 
 
-@pytest.mark.parametrize("name", ["eq", "ge", "gt", "le", "lt", "ne", "__eq__", "__lt__"])
-def test_comparisons_are_made_in_the_widest_type(name: str, casts: FunctionCasts) -> None:
-    compare = getattr(Tensor, name)
+COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
+
+
+@pytest.mark.parametrize(
+    ("space", "name"),
+    [*product((torch, Tensor), COMPARISONS), *((Tensor, f"__{name}__") for name in COMPARISONS)],
+)
+def test_comparisons_are_made_in_the_widest_type(space: Any, name: str, casts: FunctionCasts) -> None:
+    compare = getattr(space, name)
     low = X.to(casts.dtype)
     number = torch.tensor(0.25 + 2**-20)  # 0-dim: torch would compare in low precision, where it is 0.25
     for other in (number, X + 2**-20):
@@ -27,12 +34,19 @@ def test_comparisons_are_made_in_the_widest_type(name: str, casts: FunctionCasts
     assert not torch.equal(low, X + 2**-20)
 
 
-@pytest.mark.parametrize("name", ["add", "mul", "atan2", "__sub__", "__rsub__", "__iadd__", "__truediv__"])
-def test_promote_counts_0_dim_tensors_but_not_numbers(name: str, casts: FunctionCasts) -> None:
-    method = getattr(Tensor, name)
-    assert method(X.to(casts.dtype), torch.tensor(0.5)).dtype == f32
+OPERATORS = [f"__{kind}{name}__" for kind, name in product(("", "i", "r"), ("add", "mul", "sub", "truediv"))]
+OPERATORS.remove("__rtruediv__")  # computed by way of `reciprocal`, in FP32
+
+
+@pytest.mark.parametrize(
+    ("space", "name"),
+    [*product((torch, Tensor), ("add", "atan2", "div", "mul")), *((Tensor, name) for name in OPERATORS)],
+)
+def test_promote_counts_0_dim_tensors_but_not_numbers(space: Any, name: str, casts: FunctionCasts) -> None:
+    function = getattr(space, name)
+    assert function(X.to(casts.dtype), torch.tensor(0.5)).dtype == f32
     if name != "atan2":
-        assert method(X.to(casts.dtype), 0.5).dtype == casts.dtype
+        assert function(X.to(casts.dtype), 0.5).dtype == casts.dtype
 
 
 @pytest.mark.parametrize("name", ["add_", "lt_", "addmm_"])

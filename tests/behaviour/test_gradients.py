@@ -786,7 +786,9 @@ def test_a_gradient_that_wraps_tensors_cannot_be_checked_and_says_so() -> None:
 
 def test_a_frozen_half_weight_that_wraps_a_tensor_is_left_alone_or_refused() -> None:
     model = nn.Linear(8, 4)
-    model.register_parameter("quantized", nn.Parameter(TwoTensor(*torch.ones(2, 4).bfloat16()), requires_grad=False))
+    model.register_parameter(
+        "quantized", nn.Parameter(TwoTensor(*[torch.ones(4).bfloat16() for _ in range(2)]), requires_grad=False)
+    )
     with pytest.raises(AmpStateError, match=r"a frozen TwoTensor of shape \(4,\) in torch.bfloat16, which gets no"):
         amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)

@@ -16,7 +16,6 @@ from amp_engine.kernels.ops import axpby_ as axpby_
 from amp_engine.kernels.ops import cast_copy_ as cast_copy_
 from amp_engine.kernels.ops import check as check
 from amp_engine.kernels.ops import clip_factor as clip_factor
-from amp_engine.kernels.ops import nonfinite as nonfinite
 from amp_engine.kernels.ops import scale_ as scale_
 from amp_engine.kernels.ops import update_scale_ as update_scale_
 from amp_engine.kernels.steps import StepTable as StepTable
@@ -40,7 +39,6 @@ __all__ = [
     "is_dense",
     "is_lazy",
     "missing",
-    "nonfinite",
     "same_layout",
     "scale_",
     "step_once",

@@ -28,20 +28,6 @@ def _fake_checks(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@torch.no_grad()
-def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """Find the tensors that hold an inf or a NaN, by plain PyTorch.
-
-    Args:
-        tensors: n dense floating tensors of any shapes and floating types, all on one device.
-
-    Returns:
-        bool tensor of shape [n] on that device. The largest magnitude decides: a *finite* tensor whose
-        squares overflow is not reported.
-    """
-    return ~torch.isfinite(_per_tensor(tensors, math.inf, torch.float64))
-
-
 @operation(f"(Tensor[] tensors) -> {_CHECKS}", _fake_checks, Checks)
 def check(tensors: Sequence[Tensor], /) -> Checks:
     """Find, in one pass, if each tensor has a non-finite element, its sum of squares and its largest magnitude.

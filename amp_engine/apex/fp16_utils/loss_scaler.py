@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from amp_engine import kernels
-
 
 class LossScaler:
     """A static loss scale, which never checks for overflows."""
@@ -76,7 +74,8 @@ class DynamicLossScaler(LossScaler):
                 grad = param.grad.detach()
                 values = grad.coalesce().values() if grad.is_sparse else grad
                 by_device.setdefault(values.device, []).append(values)
-        return any(bool(kernels.nonfinite(grads).any()) for grads in by_device.values())
+        finite = (torch.stack([values.isfinite().all() for values in grads]) for grads in by_device.values())
+        return not all(bool(of_device.all()) for of_device in finite)
 
     def update_scale(self, overflow: bool) -> None:
         """Adjust the scale after one iteration, with or without an overflow."""

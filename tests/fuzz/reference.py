@@ -318,8 +318,9 @@ class Reference:
         return had and all(self.params[name].grad is None for name in self.names(o))
 
     def has_half(self, name: str) -> bool:
+        """True if no scaled loss left the gradient; one of zeros has no scale."""
         grad = self.params[name].grad
-        return name in self.masters and grad is not None and grad.dtype != torch.float32
+        return name in self.masters and grad is not None and grad.dtype != torch.float32 and bool(grad.any())
 
     def zero_grad(self, o: int, set_to_none: bool) -> None:
         zero(self.params_of(o), set_to_none)

@@ -114,7 +114,7 @@ class Trials:
             try:
                 with follower.following() if looks else nullcontext():
                     loss = self._step_fn(model)
-                    gradients = self._gradients(loss, model, scale)
+                gradients = self._gradients(loss, model, scale)
             finally:
                 follower.end()
             name, unit = dtype_name(dtype), roundoff(dtype)

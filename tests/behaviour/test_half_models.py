@@ -152,6 +152,35 @@ def test_half_weights_that_come_later_are_refused_before_they_are_stepped(level:
     iterate()  # and goes on where that was mended
 
 
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("arrive", [add_a_group, unfreeze])
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_half_weights_that_come_later_are_refused_by_steps_that_torch_takes_itself(
+    level: str, arrive: Any, closure: bool
+) -> None:
+    model: Any = Normed(torch.float32)
+    optimizer = adamw(model)
+    if arrive is unfreeze:
+        model.late = nn.Linear(4, 4).requires_grad_(False)
+        optimizer.add_param_group({"params": list(model.late.parameters())})
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if arrive is unfreeze:
+        model.late.bfloat16()
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        y = model.first.weight.sum() + (model.late.weight.float().sum() if hasattr(model, "late") else 0.0)
+        y.backward()
+        optimizer.step((lambda: y) if closure else None)
+
+    iterate()
+    arrive(model, optimizer)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    with pytest.raises(AmpStateError, match=r"Found param late\.weight with type torch.BFloat16Tensor"):
+        iterate()
+    assert_bitwise(dict(model.named_parameters()), before)
+
+
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)
 @pytest.mark.parametrize("switch", ["allow_incoming_model_not_fp32", "hard_override"])
 def test_half_weights_are_let_through_where_that_was_asked_for_and_it_is_said_once(level: str, switch: str) -> None:

@@ -125,7 +125,7 @@ def test_an_iteration_is_six_launches(count, monkeypatch):
     """From zero_grad to the step, with clipping, as far as a CPU can tell."""
     with Engine() as engine, Ops() as ops:
         for owner, name, launched in (
-            (kernels.ListCheck, "run", CHECK_LAUNCHES),
+            (kernels.ListCheck, "look", CHECK_LAUNCHES),
             (choice.NATIVE["cpu"].StepTable, "step", STEP_LAUNCHES),
         ):
             monkeypatch.setattr(owner, name, ops.noting(getattr(owner, name), [name] * launched))
@@ -134,7 +134,7 @@ def test_an_iteration_is_six_launches(count, monkeypatch):
             ops.names.clear()
             iteration.finish(iteration.backward())
     scaling = ["aten.mul.Tensor"] * 2  # the loss, and its gradient
-    assert ops.names == [*scaling, *["run"] * CHECK_LAUNCHES, *["step"] * STEP_LAUNCHES]
+    assert ops.names == [*scaling, *["look"] * CHECK_LAUNCHES, *["step"] * STEP_LAUNCHES]
 
 
 @pytest.mark.skipif(not kernels.has_native(GPU), reason="needs compiled kernels: others compare one by one")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -125,54 +124,6 @@ def compare(count: int, numel: int, dtype: torch.dtype, rounds: int) -> Record:
     )
 
 
-OPTIMIZERS = {
-    "AdamW": torch.optim.AdamW,
-    "SGD": torch.optim.SGD,
-    "RMSprop": torch.optim.RMSprop,  # which the kernels do not know
-}
-CLIPS: dict[str, Callable[[Engine, torch.optim.Optimizer], object]] = {
-    "": lambda engine, optimizer: None,
-    ", amp.clip_grad_norm_": lambda engine, optimizer: engine.clip_grad_norm_(optimizer, 1.0),
-    ", torch's clip_grad_norm_": lambda engine, optimizer: nn.utils.clip_grad_norm_(
-        engine.master_params(optimizer), 1.0
-    ),
-}
-
-
-def by_level(name: str, clip: str, gradients: list[Tensor], **options: bool) -> tuple[Run, Engine]:
-    """A step at O4 of gradients that no exit of `scale_loss` saw."""
-    model = Tensors(len(gradients), gradients[0].numel())
-    optimizer = OPTIMIZERS[name](model.parameters(), lr=LEARNING_RATE)
-    engine = Engine()
-    engine.initialize(model, optimizer, opt_level="O4", verbosity=0, **options)
-    params = list(model.parameters())
-
-    def step() -> None:
-        for p, g in zip(params, gradients, strict=True):
-            p.grad = g
-        CLIPS[clip](engine, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, engine
-
-
-def look(count: int, numel: int, name: str, clip: str, rounds: int) -> Record:
-    """Compare a step that looks whether gradients are finite with one that does not."""
-    gradients = [torch.randn(numel) * 1e-3 for _ in range(count)]
-    (mine, engine), (plain, other) = (by_level(name, clip, gradients, **o) for o in ({}, {"skip_on_overflow": False}))
-    ours, theirs = interleaved([mine, plain], rounds)
-    engine.close()
-    other.close()
-    return Record(
-        case=f"O4, {name}{clip}, {count} tensors of {numel}",
-        ours_us=micros(ours),
-        peer="skip_on_overflow=False",
-        peer_us=micros(theirs),
-        ratio=median_ratio(ours, theirs),
-    )
-
-
 def main() -> None:
     """Run the cases and write build/bench/step.json."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.step", description=__doc__.splitlines()[0])
@@ -188,7 +139,6 @@ def main() -> None:
         for count, numel in ((200, 250_000), (10_000, 1_000))
         for dtype in (torch.float16, torch.bfloat16)
     ]
-    records += [look(200, 250_000, name, clip, args.rounds) for name in OPTIMIZERS for clip in CLIPS]
     if kernels.has_native(torch.device("cpu")):
         records += [kernels_alone(200, 250_000, dtype, args.rounds) for dtype in (torch.float16, torch.bfloat16)]
     write(records, args.out)

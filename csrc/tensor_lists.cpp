@@ -184,7 +184,7 @@ std::optional<Looked> look(ListOperation& check, Tensors const& params, std::str
       apart = !outputs[i] || !outputs[i]->is_same(*own[i]);  // all others are new memory
     }
   }
-  Checks const checks = check.run("look", own,
+  Checks const checks = check.run("check", own,
                                   {.outs = writes ? &outputs : nullptr,
                                    .a = scale,
                                    .reciprocal = true,

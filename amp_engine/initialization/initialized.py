@@ -309,14 +309,14 @@ class Initialized:
             in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
             ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
             check = refusal_of_replaced(request.models, self._scaling)
-            record = Record(optimizer, rows, Pending(self.records.events), ranks, check)
+            keeps_half = request.keeps_half and rows.makes_masters
+            record = Record(optimizer, rows, Pending(self.records.events), ranks, check, keeps_half)
             self.records.add(record)
             try:
                 apex_face.put_on(optimizer, record, self.records, StepHook(record, self.records))
             except BaseException:
                 self._let_go(optimizer)
                 raise
-            record.keeps_half = request.keeps_half and rows.makes_masters
             if is_split or request.moment_dtype is not torch.float32:
                 record.require_kernels(request.moment_dtype)
         except BaseException:

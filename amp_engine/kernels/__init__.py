@@ -9,6 +9,7 @@ from amp_engine.kernels.halves import REMAINDER as REMAINDER
 from amp_engine.kernels.layout import FLOATS as FLOATS
 from amp_engine.kernels.layout import is_dense as is_dense
 from amp_engine.kernels.layout import is_lazy as is_lazy
+from amp_engine.kernels.layout import mark as mark
 from amp_engine.kernels.layout import same_layout as same_layout
 from amp_engine.kernels.list_check import ListCheck as ListCheck
 from amp_engine.kernels.ops import accumulate_ as accumulate_
@@ -38,6 +39,7 @@ __all__ = [
     "has_native",
     "is_dense",
     "is_lazy",
+    "mark",
     "missing",
     "same_layout",
     "scale_",

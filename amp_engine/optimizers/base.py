@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
@@ -35,8 +36,8 @@ class FusedOptimizer(Optimizer):
     parameters on a device without kernels.
 
     With `master_weights` it keeps float32 masters of half parameters, as `state[p]["master_param"]`. A master starts
-    from its parameter at the parameter's first gradient. In a step with a gradient it takes the elements of its
-    parameter that are not the master rounded: what other code wrote into the parameter.
+    from its parameter at the parameter's first gradient. If other code wrote the parameter since the last step, the
+    master takes the new values, but keeps its exact value of elements that still equal the rounded master.
     """
 
     rule: ClassVar[Rule]
@@ -46,7 +47,13 @@ class FusedOptimizer(Optimizer):
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
         self._refuse_missing_kernels(torch.device("cpu"))
         self.set_grad_none = set_grad_none
+        # Marks of half parameters and their masters after their last step.
+        self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._marks = WeakIdKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.settings}}
@@ -140,8 +147,6 @@ class FusedOptimizer(Optimizer):
             copies[i] = None
             if weights[i] is params[i]:
                 weights[i] = params[i].detach().contiguous()
-            else:
-                weights[i].copy_(followed(weights[i], params[i]))
         step = StepInput(params, weights, gradients, copies, bytes([self._unscales]) * len(params))
         planned = fused.plan(step)
         if planned is None:
@@ -154,6 +159,9 @@ class FusedOptimizer(Optimizer):
         for i in gaps:
             if gradients[i] is not None:
                 params[i].copy_(weights[i])
+        if self.master_weights:
+            for p, w in zip(params, weights, strict=True):
+                self._marks[p] = kernels.mark(p), kernels.mark(w)
 
     @property
     def _unscales(self) -> bool:
@@ -171,7 +179,7 @@ class FusedOptimizer(Optimizer):
         )
 
     def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
-        """Return the float32 master of `p`, which follows `p` in the kernels; `p` if float32 or unstepped."""
+        """Return the float32 master of `p`, with writes to either copied to the other; `p` if float32 or unstepped."""
         if p.dtype == torch.float32:
             return p
         state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
@@ -182,6 +190,11 @@ class FusedOptimizer(Optimizer):
             master = state["master_param"] = p.detach().float()
         if master.dtype != torch.float32 or not kernels.is_dense(master) or not _one_order(master, p):
             master = state["master_param"] = _float32_like(p, master)
+        of_param, of_master = self._marks.get(p, (None, None))
+        if of_param is not None and of_param != kernels.mark(p):
+            master.copy_(followed(master, p))
+        elif of_master is not None and of_master != kernels.mark(master):
+            p.copy_(master)  # the master was written, and this step may have no gradient for it
         return master
 
     def _renamed(self, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,7 @@ class Record:
         pending: the backwards that decide its next step.
         ranks: the ranks that train with this one; None: found from the rows.
         check: called with this object before its first `scale_loss` or step; may raise AmpStateError.
+        keeps_half: True if the step unscales half gradients beside masters, and discards them.
 
     Attributes:
         state: the unit of the gradients.
@@ -128,6 +129,7 @@ class Record:
         pending: Pending,
         ranks: Ranks | None = None,
         check: Callable[[Record], None] | None = None,
+        keeps_half: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         rows.scan()
@@ -143,7 +145,7 @@ class Record:
         self.is_captured = False  # True if a CUDA graph has a backward that left present gradients
         self.found: Found | None = None
         self.clip: Clip | None = None
-        self.keeps_half = False  # True if the step unscales half gradients, and discards them
+        self._keeps_half = keeps_half
         self.kept: Kept | None = None
         self.missing_gradients = MissingGradients()
         self.written_parameters = WrittenParameters()
@@ -159,6 +161,8 @@ class Record:
         self._at_begin: tensor_lists.GradientMarks | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []  # gradients that were set aside
         self._checks_earlier = False  # True if no check saw them
+        # Of scaled gradients that `delay_unscale` left beside earlier ones, and the rows that had one.
+        self._at_leave: tuple[tensor_lists.GradientMarks, frozenset[int]] | None = None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -250,7 +254,8 @@ class Record:
         if self.is_captured:
             self.is_captured = has_gradients
         self._has_begun, self._at_begin = False, None
-        self._earlier, self._checks_earlier = [], False
+        if not self._was_delayed:
+            self._earlier, self._checks_earlier, self._at_leave = [], False, None
         self._at_entry = tensor_lists.gradient_marks(self.rows.columns.handle) if has_gradients else None
         self.state = State.BODY
 
@@ -297,6 +302,7 @@ class Record:
             if not self._was_delayed:
                 self.take_gradients()
                 self._set_aside(range(len(self.rows.columns.params)))
+            self._heed_zeroed()
             self._at_begin = tensor_lists.gradient_marks(self.rows.columns.handle)
 
     def _set_aside(self, rows: Sequence[int]) -> None:
@@ -332,15 +338,29 @@ class Record:
             return False
         return any(not arithmetic.is_zero(self.rows.columns.params[row].grad) for row in self._arrived_unseen())
 
-    @property
-    def has_earlier(self) -> bool:
-        """True in a body beside whose scaled gradients there are earlier, unscaled ones."""
-        return bool(self._earlier) or not (self._has_begun or self._was_delayed or self._at_entry is None)
-
     def leave_delayed(self, backward: Backward) -> None:
-        """Exit with `delay_unscale`: leave gradients scaled. Without earlier ones only, to which no exit adds them."""
+        """Exit with `delay_unscale`: leave gradients scaled."""
+        self._end_of_backward()
         self.state, self.delayed = State.DELAYED, backward
         self.found = self.clip = self.kept = None
+        if self._earlier:
+            has = frozenset(row for row, p in enumerate(self.rows.columns.params) if p.grad is not None)
+            self._at_leave = tensor_lists.gradient_marks(self.rows.columns.handle), has
+
+    def _heed_zeroed(self) -> None:
+        """Discard earlier gradients whose scaled ones were zeroed since `leave_delayed`; all, if all of these were."""
+        left, self._at_leave = self._at_leave, None
+        if (
+            left is None
+            or not self._earlier
+            or left[0].params is not self.rows.columns.handle
+            or not left[0].have_moved()
+        ):
+            return
+        params = self.rows.columns.params
+        gone = {row for row, _ in left[0].moved() if (g := params[row].grad) is None or arithmetic.is_zero(g)}
+        ids = {id(params[row]) for row in gone}
+        self._earlier = [] if gone >= left[1] else [one for one in self._earlier if id(one[0]) not in ids]
 
     def _end_of_backward(self) -> None:
         """If no backward of the loss was seen, take what arrived in the body for its gradients."""
@@ -368,7 +388,8 @@ class Record:
         """
         if self.is_in_body:
             self._end_of_backward()
-        checked = self._look(backward, check, unscaled, keeps and self.keeps_half)
+        self._heed_zeroed()
+        checked = self._look(backward, check, unscaled, keeps and self._keeps_half)
         self.state, self.delayed = State.IDLE, None
         if self._earlier:
             self._add_earlier(backward if check and self._checks_earlier else None)

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import combinations
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -334,8 +333,9 @@ class Records:
         If any of it raises, or is interrupted, no gradient stays that is scaled or unchecked: those of the entry are
         put back while all are in a body, and later all since the last step are discarded.
         """
-        overlap = any(one.shares_parameters_with(other) for one, other in combinations(records, 2))
-        unscaled: set[int] | None = set() if overlap else None
+        owned = [one.param_ids() for one in records]
+        are_apart = len(owned) == 1 or len(frozenset().union(*owned)) == sum(map(len, owned))
+        unscaled: set[int] | None = None if are_apart else set()
         check = self._checks(backward)
         try:
             self._conclude(
@@ -617,7 +617,7 @@ class Body(ContextOfLoss):
             ours = {id(p) for one in self._records for p in one.columns.params} if self._others else set()
             for one, before in self._others:
                 one.note_foreign(before, ours)
-            if self._delay_unscale and not any(one.has_earlier for one in self._records):
+            if self._delay_unscale:
                 for one in self._records:
                     one.leave_delayed(backward)
             else:

@@ -522,7 +522,6 @@ void bind(py::module_& m) {
   only_float32 = py::dict(py::arg("dtype") = py::handle(float32_object())).release().ptr();
   py::class_<WeightCache>(m, "WeightCache", "Half casts of weights; see amp_engine.casting.cache.")
       .def(py::init<>())
-      .def("__len__", &WeightCache::size)
       .def(
           "cast",
           [](WeightCache& self, at::Tensor const& weight, at::ScalarType low) {

@@ -18,7 +18,6 @@ class WeightCache {
     bool was_made;  // false: it was found
   };
 
-  size_t size() const { return entries_.size(); }
 
   // The kept casts.
   std::vector<at::Tensor> kept() const;

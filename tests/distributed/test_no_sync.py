@@ -36,10 +36,12 @@ def micro_batch(ddp: DistributedDataParallel, optimizer: Optimizer, index: int, 
 def accumulated(rank: int) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for level in REDUCED:
-        for way in ("delayed", "not delayed"):
-            _, ddp, optimizer = started(level)
+        for way in ("delayed", "delayed beside zeros", "not delayed"):
+            model, ddp, optimizer = started(level)
+            for p in model.parameters() if way == "delayed beside zeros" else ():
+                p.grad = torch.zeros_like(p)  # as zero_grad(set_to_none=False) leaves them
             try:
-                micro_batch(ddp, optimizer, rank, sync=False, delay_unscale=way == "delayed")
+                micro_batch(ddp, optimizer, rank, sync=False, delay_unscale=way != "not delayed")
                 micro_batch(ddp, optimizer, rank + 2, sync=True)
                 optimizer.step()
                 results[level, way] = masters(optimizer)
@@ -55,7 +57,7 @@ def ranks() -> list[dict[Any, Any]]:
     return on_ranks(accumulated, 2)
 
 
-@pytest.mark.parametrize("way", ["delayed", "not delayed"])
+@pytest.mark.parametrize("way", ["delayed", "delayed beside zeros", "not delayed"])
 @pytest.mark.parametrize("level", REDUCED)
 def test_ranks_agree_on_what_was_accumulated_or_refuse(ranks: list[dict[Any, Any]], level: str, way: str) -> None:
     ours, theirs = (results[level, way] for results in ranks)

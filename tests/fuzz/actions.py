@@ -95,7 +95,7 @@ def run_backward(
     """A backward of the models of `optimizers` in a `scale_loss` over these.
 
     Args:
-        delay: `delay_unscale`, without effect beside unscaled gradients.
+        delay: `delay_unscale`.
         trouble: "" none; "inf", "nan" in all gradients; "one" in one gradient; "strided", "negative" a
             gradient with gaps, or with its bit for negation; "twice" two backwards in the body;
             "early", "late" an error in the body before or after the backward.
@@ -164,7 +164,7 @@ def run_backward(
         return
     if through:
         ref.leave_passed(optimizers)
-    elif not delay or any(window.earlier for o in optimizers if (window := ref.windows[o])):
+    elif not delay:
         ref.exit(optimizers, loss_id, late_check)
 
 

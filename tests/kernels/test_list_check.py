@@ -202,7 +202,7 @@ def test_a_look_does_nothing_where_it_cannot_take_all(grads):
 def test_a_look_refuses_gradients_that_share_memory_which_it_would_write():
     shared = torch.ones(5)
     params = with_gradients(shared, shared.view(5))
-    with pytest.raises(AmpValueError, match="look: .* has the same memory as"):
+    with pytest.raises(AmpValueError, match="check: .* has the same memory as"):
         look(params, [1, 1], True, False)
     assert torch.equal(shared, torch.ones(5))
     assert look(params, [1, 1], False, False)[0] is not None

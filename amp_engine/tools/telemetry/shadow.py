@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 def shadow(optimizer: Optimizer, params: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Return a shadow with other parameters and copies of all else: its `step` writes those and nothing else.
+    """Return a shadow with other parameters and copies of all else but what cannot be copied, such as a lock.
 
     Args:
         optimizer: stays as it is.
@@ -30,7 +30,7 @@ def _copied(optimizer: Optimizer, made: dict[int, Any]) -> Optimizer:
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and id(value) not in made:
             _copied(value, made)  # `deepcopy` takes groups and state of an optimizer alone
-        if name.startswith("_amp_"):  # the engine's
+        if name == "step" or name.startswith("_amp_"):  # a scheduler's wrapper of the original's `step`; the engine's
             continue
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
             vars(double)[name] = OrderedDict()

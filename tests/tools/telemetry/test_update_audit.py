@@ -336,6 +336,19 @@ class Noisy(SGD):
         super().step()
 
 
+class Outer(Optimizer):
+    """Steps the optimizer inside of it, on which a scheduler has put a `step` of its own."""
+
+    def __init__(self, params: Any) -> None:
+        base = SGD(params, lr=0.1, momentum=0.9)
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+        torch.optim.lr_scheduler.StepLR(base, 1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": lambda params: AdamW(params, lr=1e-3),
@@ -344,6 +357,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "rmsprop foreach": lambda params: torch.optim.RMSprop(params, lr=1e-3, foreach=True),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
     "noisy": lambda params: Noisy(params, lr=0.1),
+    "outer": Outer,
 }
 
 

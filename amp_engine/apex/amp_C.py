@@ -364,7 +364,7 @@ def multi_tensor_novograd(
     if grads[0].dtype is torch.float64:
         # The maximum of no element is an error.
         size = torch.stack([g.norm() if norm_type == 2 or not g.numel() else g.abs().max() for g in grads])
-        nonfinite = ~size.isfinite()
+        nonfinite = torch.stack([~g.isfinite().all() for g in grads])  # squares of finite ones may overflow
     else:
         checks = kernels.check(grads)
         size = checks.sum_squares.sqrt() if norm_type == 2 else checks.largest.double()

@@ -333,9 +333,10 @@ class Records:
         If any of it raises, or is interrupted, no gradient stays that is scaled or unchecked: those of the entry are
         put back while all are in a body, and later all since the last step are discarded.
         """
-        owned = [one.param_ids() for one in records]
-        are_apart = len(owned) == 1 or len(frozenset().union(*owned)) == sum(map(len, owned))
-        unscaled: set[int] | None = None if are_apart else set()
+        unscaled: set[int] | None = None
+        if len(records) > 1:
+            owned = [one.param_ids() for one in records]
+            unscaled = set() if len(frozenset().union(*owned)) < sum(map(len, owned)) else None
         check = self._checks(backward)
         try:
             self._conclude(

@@ -400,6 +400,12 @@ def test_novograd_sets_the_flag_for_gradients_that_are_not_finite(dtype):
     assert noop.tolist() == [1]
 
 
+def test_float64_gradients_whose_squares_overflow_are_finite_for_novograd():
+    noop, lists = flag(), [[torch.full((3,), 1e200, dtype=F64)] for _ in range(3)]
+    call(amp_C.multi_tensor_novograd, noop, lists, torch.ones(1), *ADAM, 2, 1, 0.1, 1, 1, 2)
+    assert noop.tolist() == [0]
+
+
 @SAME_TYPES
 @MODES
 def test_adagrad_is_the_formula(dtypes, mode):

@@ -89,6 +89,34 @@ def test_a_half_model_computes_as_it_came_and_its_fp32_stays_fp32(level: str) ->
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_an_fp32_parameter_of_a_half_model_is_its_own_master(level: str) -> None:
+    model = loaded(HALF[level])
+    optimizer = adamw(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    assert any(p is model.A_log for p in weights_of(optimizer))
+    assert any(p is model.wo.weight for p in weights_of(optimizer))
+    twin = nn.Parameter(model.A_log.detach().clone())
+    plain = torch.optim.AdamW([twin], lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model(IDS).square().mean(), optimizer)
+        twin.grad = model.A_log.grad.clone()
+        optimizer.step()
+        plain.step()
+        torch.testing.assert_close(model.A_log, twin, rtol=1e-6, atol=0)
+    assert dict(amp.named_masters(model))["A_log"] is model.A_log
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+def test_small_updates_of_an_fp32_buffer_are_kept(level: str) -> None:
+    model = loaded(HALF[level])
+    amp.initialize(model, adamw(model), opt_level=level, verbosity=0)
+    for _ in range(10):
+        model.bias += 0.001
+    torch.testing.assert_close(model.bias, torch.full((8,), 5.01))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_states_have_the_types_in_which_tensors_came_and_masters_in_fp32(level: str) -> None:
     model = loaded(HALF[level])
     model.register_buffer("scale", torch.ones(2, dtype=HALF[level]))
@@ -106,6 +134,17 @@ def test_states_have_the_types_in_which_tensors_came_and_masters_in_fp32(level: 
     assert twin["query.weight"].dtype is HALF[level]
     model.load_state_dict(saved)
     assert {name: t.dtype for name, t in amp.export_state_dict(model).items()} == came
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("came", [torch.float16, torch.bfloat16])
+def test_batch_norms_that_came_in_half_are_exported_so_and_saved_in_fp32(level: str, came: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(came)
+    optimizer = adamw(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model(torch.randn(8, 4))
+    assert {t.dtype for t in amp.export_state_dict(model).values()} == {came, torch.int64}
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
@@ -254,6 +293,58 @@ def test_what_a_model_names_stays_fp32_until_close(level: str, wrap: Callable[[A
     assert set(dtypes(model).values()) == {torch.float32}
 
 
+def test_a_buffer_that_a_model_names_stays_fp32() -> None:
+    class Routed(Attending):
+        _keep_in_fp32_modules = ("offset",)
+
+    model = Routed()
+    model.register_buffer("offset", torch.full((8,), 5.0))
+    amp.initialize(model, adamw(model), opt_level="O5", verbosity=0)
+    assert model.offset.dtype is torch.float32
+    assert model.bias.dtype is torch.bfloat16
+
+
+def test_a_module_without_a_forward_that_a_model_names_stays_fp32() -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("embed", torch.rand(4, 4))
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].codebook = Codebook()
+    model._keep_in_fp32_modules = ["codebook"]
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    assert model[0].codebook.embed.dtype is torch.float32
+
+
+def test_each_module_of_a_list_that_a_model_names_is_kept() -> None:
+    class Heads(nn.Module):
+        _keep_in_fp32_modules = ("heads",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.heads = nn.Linear(4, 4), nn.ModuleList(Own(4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [head(self.base(x)) for head in self.heads]
+
+    model = Heads()
+    amp.initialize(model, adamw(model), opt_level="O5", verbosity=0)
+    assert all(is_kept(head) and head.weight.dtype is torch.float32 for head in model.heads)
+    assert {output.dtype for output in model(torch.randn(2, 4))} == {torch.float32}
+
+
+class Own(nn.Module):
+    """Computes with its weight by an operation, which takes one type."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 @pytest.mark.parametrize(
     ("level", "cast_model_type", "keeps"), [("O0", torch.float16, True), ("O2", False, False), ("O2", None, True)]
 )
@@ -261,6 +352,20 @@ def test_an_override_of_the_models_type_decides_what_is_kept(level: str, cast_mo
     model = Naming()
     amp.initialize(model, opt_level=level, cast_model_type=cast_model_type, verbosity=0)
     assert is_kept(model.wo) is keeps
+
+
+def test_what_a_half_model_names_stays_as_the_loader_left_it() -> None:
+    model = Naming().bfloat16()
+    amp.initialize(model, adamw(model), opt_level="O5", verbosity=0)
+    assert model.wo.weight.dtype is model.A_log.dtype is torch.bfloat16
+    assert not is_kept(model.wo)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_levels_that_cast_no_model_keep_no_module(level: str) -> None:
+    model = Naming()
+    amp.initialize(model, adamw(model), opt_level=level, verbosity=0)
+    assert not is_kept(model.wo)
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
@@ -316,6 +421,21 @@ def test_an_fp32_layer_with_a_decomposition_stays_fp32(level: str, stays: str, k
     amp.initialize(model, adamw(model), opt_level=level, verbosity=0)
     assert model[1].weight.dtype is torch.float32
     assert model(torch.randn(8, 6)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("kind", ["orthogonal", "spectral_norm", "weight_norm"])
+def test_a_parametrized_model_is_given_back_in_half(level: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), getattr(parametrizations, kind)(nn.Linear(6, 6))).to(HALF[level])
+    before, values = dtypes(model), {name: t.clone() for name, t in model.state_dict().items()}
+    optimizer = adamw(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert level == "O3" or {m.dtype for m in amp.master_params(optimizer)} == {torch.float32}
+    amp.close()
+    assert dtypes(model) == before
+    for name, tensor in model.state_dict().items():
+        assert_bitwise(tensor, values[name])
 
 
 # --- what a cast loses is named ------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import warnings
 from typing import Any
@@ -64,6 +66,35 @@ def test_arguments_are_left_alone_by_their_names(level: str, cast_inputs: Any, a
     ):
         assert call().dtype is torch.float32
         assert {name for name, dtype in model.given.items() if dtype is torch.float32} == alone
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_time_step_that_is_left_alone_keeps_its_value(level: str) -> None:
+    model = Denoiser()
+    expected = model(SAMPLE, STEPS)
+    amp.initialize(model, adamw(model), opt_level=level, verbosity=0, cast_inputs=["timestep"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = model(SAMPLE, STEPS)
+    assert (ours - expected).norm() / expected.norm() < 4 * torch.finfo(HALF[level]).eps
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_leave_the_same_arguments_alone(duplicate: Any) -> None:
+    model = Denoiser()
+    amp.initialize(model, opt_level="O5", verbosity=0, cast_inputs=["timestep"])
+    twin = duplicate(model)
+    twin(SAMPLE, STEPS)
+    assert twin.given == {"sample": torch.bfloat16, "timestep": torch.float32}
+
+
+def test_a_model_whose_forward_is_its_own_attribute_leaves_arguments_alone() -> None:
+    model = Denoiser()
+    own = model.forward
+    model.forward = lambda timestep, sample: own(sample, timestep)  # type: ignore[method-assign]
+    amp.initialize(model, opt_level="O5", verbosity=0, cast_inputs=["timestep"])
+    model(STEPS, SAMPLE)
+    assert model.given == {"sample": torch.bfloat16, "timestep": torch.float32}
 
 
 def test_a_compiled_model_leaves_arguments_alone(dynamo: None) -> None:
@@ -131,7 +162,7 @@ def test_a_policy_file_has_them(tmp_path: Any) -> None:
 # --- what a cast loses ---------------------------------------------------------------------------------
 
 
-def warned(model: nn.Module, *args: Any, calls: int = 1, **kwargs: Any) -> list[str]:
+def warned(model: nn.Module, *args: Any, level: str = "O5", calls: int = 1, **kwargs: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(calls):
@@ -228,6 +259,12 @@ def test_inputs_in_containers_are_looked_at(kind: Any) -> None:
     model = Table()
     amp.initialize(model, opt_level="O5", verbosity=0)
     assert "argument 'batch' of Table" in warned(model, RANDOM, batch=kind(STEPS))[0]
+
+
+def test_parts_that_a_script_calls_are_looked_at() -> None:
+    model = nn.ModuleDict({"table": Table()})
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    assert "argument 'features' of Table" in warned(model["table"], LOST["an offset"])[0]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])

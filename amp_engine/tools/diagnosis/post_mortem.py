@@ -455,7 +455,7 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
 
 
 def _remedy(row: Sequence[OverflowRecord]) -> str:
-    """What mends the last of several skips of one cause, where one skip does not tell; empty if nothing is to add."""
+    """Return what several skips of one cause tell beyond the explanation of one; empty if that is nothing."""
     first, record = row[0], row[-1]
     is_lowered = record.loss_scale < first.loss_scale
     if record.cause == "weights":

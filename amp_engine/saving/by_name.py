@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from amp_engine.errors import AmpTypeError
+from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import without_wrapper
 from amp_engine.ground.dtypes import is_low_precision, parse_dtype
 from amp_engine.ground.torch_private import COMPILED
@@ -130,9 +130,18 @@ class TrainingState:
         self._model, self._optimizers, self._scalers = model, [inner_of(one) for one in listed], scalers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"model": ..., "optimizer": ..., "amp": ...}`. Waits for the device."""
+        """Return `{"model": ..., "optimizer": ..., "amp": ...}`. Waits for the device.
+
+        Raises AmpStateError if two optimizers step one parameter: torch would save the state of the second alone.
+        """
         from torch.distributed.checkpoint.state_dict import get_state_dict  # slow to import
 
+        stepped = [id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]]
+        if len(set(stepped)) < len(stepped):
+            raise AmpStateError(
+                "Two of the optimizers given to amp.training_state() step one parameter, whose name does not tell of "
+                "which the state is.  Call amp.training_state(model, optimizer) for each of them."
+            )
         weights, state = get_state_dict(self._model, self._optimizers)
         return {"model": weights, "optimizer": state, "amp": self._scalers.state_dict()}
 

@@ -29,6 +29,7 @@ from tests.support import (
     assert_bitwise,
     everything,
     frozen,
+    optimizer_values,
     scaler_numbers,
     started,
     train,
@@ -225,6 +226,22 @@ def test_a_parameter_without_a_gradient_so_far_has_no_state_to_load(level: str) 
     model, optimizer = begun()
     amp.training_state(model, optimizer).load_state_dict(state)
     assert_bitwise(optimizer.state[model["used"].weight], truth)  # type: ignore[index]
+
+
+def test_two_optimizers_of_one_parameter_are_saved_one_by_one() -> None:
+    model = NORMED_MLP.model()
+    optimizers = [ADAMW(model.parameters()), torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.5, 0.5))]
+    amp.initialize(model, optimizers, opt_level="O4", verbosity=0)
+    for optimizer in optimizers:
+        train(NORMED_MLP, model, optimizer, "c")
+    with pytest.raises(AmpStateError, match=r"Call amp\.training_state\(model, optimizer\) for each of them"):
+        amp.training_state(model, optimizers).state_dict()
+    for optimizer in optimizers:
+        state = frozen(amp.training_state(model, optimizer).state_dict())
+        truth = frozen(optimizer_values(optimizer))
+        optimizer.state.clear()
+        amp.training_state(model, optimizer).load_state_dict(state)
+        assert_bitwise(optimizer_values(optimizer), truth)
 
 
 def test_a_training_state_needs_initialize() -> None:

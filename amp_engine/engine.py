@@ -328,7 +328,7 @@ class Engine:
             loss_id: the index of the loss's scaler.
             model: ignored, as in apex.
             delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum. Without effect
-                at a scale of 1.
+                at a scale of 1, and beside unscaled gradients of earlier backwards, but of 0.
             delay_overflow_check: do not adjust the scale; an overflow counts at the next check of this scaler.
 
         Raises AmpStateError (also if the loss reaches no optimizer), AmpTypeError or AmpIndexError before the body

@@ -68,10 +68,10 @@ class Ranks:
                 continue
             if is_left_open or self._has_gradients(wrapper):
                 raise AmpStateError(
-                    f"scale_loss() without delay_unscale was left under {type(wrapper).__name__}.no_sync(): its "
-                    "gradients were unscaled before they were reduced, and would never be.  Use "
-                    "amp.scale_loss(loss, optimizer, delay_unscale=True) under no_sync(), for all but the last "
-                    "backward before optimizer.step()."
+                    f"scale_loss() unscaled gradients under {type(wrapper).__name__}.no_sync(), before they were "
+                    "reduced, and they would never be.  Use amp.scale_loss(loss, optimizer, delay_unscale=True) under "
+                    "no_sync(), for all but the last backward before optimizer.step(), and zero_grad() before the "
+                    "first, as scaled gradients cannot be added to unscaled ones."
                 )
         # At the entry: `no_sync` is for the forward, and may be over by the exit.
         self._local = [

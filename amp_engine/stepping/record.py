@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from amp_engine import kernels
 from amp_engine.errors import AmpStateError
-from amp_engine.ground.devices import moved
+from amp_engine.ground.devices import is_capturing, moved
 from amp_engine.ground.distributed import is_sharded, local_gradient
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
@@ -161,8 +161,6 @@ class Record:
         self._at_begin: tensor_lists.GradientMarks | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []  # gradients that were set aside
         self._checks_earlier = False  # True if no check saw them
-        # Of scaled gradients that `delay_unscale` left beside earlier ones, and the rows that had one.
-        self._at_leave: tuple[tensor_lists.GradientMarks, frozenset[int]] | None = None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -254,8 +252,7 @@ class Record:
         if self.is_captured:
             self.is_captured = has_gradients
         self._has_begun, self._at_begin = False, None
-        if not self._was_delayed:
-            self._earlier, self._checks_earlier, self._at_leave = [], False, None
+        self._earlier, self._checks_earlier = [], False
         self._at_entry = tensor_lists.gradient_marks(self.rows.columns.handle) if has_gradients else None
         self.state = State.BODY
 
@@ -302,7 +299,6 @@ class Record:
             if not self._was_delayed:
                 self.take_gradients()
                 self._set_aside(range(len(self.rows.columns.params)))
-            self._heed_zeroed()
             self._at_begin = tensor_lists.gradient_marks(self.rows.columns.handle)
 
     def _set_aside(self, rows: Sequence[int]) -> None:
@@ -338,35 +334,34 @@ class Record:
             return False
         return any(not arithmetic.is_zero(self.rows.columns.params[row].grad) for row in self._arrived_unseen())
 
-    def leave_delayed(self, backward: Backward) -> None:
-        """Exit with `delay_unscale`: leave gradients scaled."""
+    def has_earlier(self) -> bool:
+        """At the exit of a body: True if there are unscaled gradients, to which scaled ones cannot be added.
+
+        Those of 0 are none, and go back to where no gradient came. May wait for the device.
+        """
         self._end_of_backward()
+        earlier = self._earlier
+        if earlier and is_capturing(earlier[0][1].device):
+            return True
+        if not all(arithmetic.is_zero(grad) for _, grad in earlier):
+            return True
+        for param, grad in earlier:
+            if param.grad is None:
+                param.grad = grad.to(param.dtype)  # as buckets of a DistributedDataParallel take it
+        self._earlier = []
+        return False
+
+    def leave_delayed(self, backward: Backward) -> None:
+        """Exit with `delay_unscale`, without earlier gradients: leave gradients scaled."""
         self.state, self.delayed = State.DELAYED, backward
         self.found = self.clip = self.kept = None
-        if self._earlier:
-            has = frozenset(row for row, p in enumerate(self.rows.columns.params) if p.grad is not None)
-            self._at_leave = tensor_lists.gradient_marks(self.rows.columns.handle), has
-
-    def _heed_zeroed(self) -> None:
-        """Discard earlier gradients whose scaled ones were zeroed since `leave_delayed`; all, if all of these were."""
-        left, self._at_leave = self._at_leave, None
-        if (
-            left is None
-            or not self._earlier
-            or left[0].params is not self.rows.columns.handle
-            or not left[0].have_moved()
-        ):
-            return
-        params = self.rows.columns.params
-        gone = {row for row, _ in left[0].moved() if (g := params[row].grad) is None or arithmetic.is_zero(g)}
-        ids = {id(params[row]) for row in gone}
-        self._earlier = [] if gone >= left[1] else [one for one in self._earlier if id(one[0]) not in ids]
 
     def _end_of_backward(self) -> None:
         """If no backward of the loss was seen, take what arrived in the body for its gradients."""
         if not (self._has_begun or self._was_delayed) and self._at_entry is not None:
             arrived = set(self._arrived_unseen())
             self._set_aside([row for row in range(len(self.rows.columns.params)) if row not in arrived])
+            self._has_begun = True
 
     def close(
         self, backward: Backward, check: bool, unscaled: set[int] | None = None, keeps: bool = False
@@ -388,7 +383,6 @@ class Record:
         """
         if self.is_in_body:
             self._end_of_backward()
-        self._heed_zeroed()
         checked = self._look(backward, check, unscaled, keeps and self._keeps_half)
         self.state, self.delayed = State.IDLE, None
         if self._earlier:

@@ -618,7 +618,7 @@ class Body(ContextOfLoss):
             ours = {id(p) for one in self._records for p in one.columns.params} if self._others else set()
             for one, before in self._others:
                 one.note_foreign(before, ours)
-            if self._delay_unscale:
+            if self._delay_unscale and not any(one.has_earlier() for one in self._records):
                 for one in self._records:
                     one.leave_delayed(backward)
             else:

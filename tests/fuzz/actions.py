@@ -95,7 +95,7 @@ def run_backward(
     """A backward of the models of `optimizers` in a `scale_loss` over these.
 
     Args:
-        delay: `delay_unscale`.
+        delay: `delay_unscale`, without effect beside unscaled gradients.
         trouble: "" none; "inf", "nan" in all gradients; "one" in one gradient; "strided", "negative" a
             gradient with gaps, or with its bit for negation; "twice" two backwards in the body;
             "early", "late" an error in the body before or after the backward.
@@ -164,8 +164,10 @@ def run_backward(
         return
     if through:
         ref.leave_passed(optimizers)
-    elif not delay:
+    elif not delay or ref.has_earlier(optimizers):
         ref.exit(optimizers, loss_id, late_check)
+    else:
+        ref.delay(optimizers)
 
 
 TROUBLE = [*[""] * 12, "inf", "nan", "one", "early", "late", "twice", "strided", "negative"]
@@ -284,8 +286,6 @@ def model_zero_grad(world: World, which: int, set_to_none: bool) -> None:
     set_to_none = set_to_none or bool(world.ref.deferred)
     world.models[m].zero_grad(set_to_none)
     zero(world.ref.models[m].parameters(), set_to_none)
-    for window in filter(None, world.ref.windows):
-        window.drop(f"m{m}.")
 
 
 @action(3, which=MANY, kind=["amp", "amp", "torch", "amp inf"], max_norm=[2.0**-8, 0.25, 64.0], again=[0, 0, 1])

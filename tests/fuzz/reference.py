@@ -241,6 +241,21 @@ class Reference:
             for param in self.params_of(o):
                 param.grad = None
 
+    def has_earlier(self, optimizers: list[int]) -> bool:
+        """True if there are unscaled gradients, other than 0, beside those of the bodies of `optimizers`."""
+        windows = [window for o in optimizers if (window := self.windows[o])]
+        return any(bool(grad.any()) for window in windows for grad in window.earlier.values())
+
+    def delay(self, optimizers: list[int]) -> None:
+        """Leave gradients scaled; earlier ones of 0 go back to where none came."""
+        for o in optimizers:
+            window = self.windows[o]
+            assert window is not None
+            for name, grad in window.earlier.items():
+                if self.params[name].grad is None:
+                    self.params[name].grad = grad.to(self.params[name].dtype)
+            window.earlier = {}
+
     @torch.no_grad()
     def exit(self, optimizers: list[int], loss_id: int, late_check: bool = False) -> None:
         """Unscale, add, look for overflows, move the scale."""
@@ -324,8 +339,6 @@ class Reference:
 
     def zero_grad(self, o: int, set_to_none: bool) -> None:
         zero(self.params_of(o), set_to_none)
-        if (window := self.windows[o]) is not None:
-            window.drop("")
 
 
 def zero(params: Any, set_to_none: bool) -> None:

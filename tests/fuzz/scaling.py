@@ -40,8 +40,3 @@ class Window:
     writes: int  # what the scaler had seen when it opened
     earlier: dict[str, Tensor] = field(default_factory=dict)
     bad: bool = False  # True if earlier ones, which nobody had looked at, are not finite
-
-    def drop(self, start: str) -> None:
-        """Drop earlier gradients of parameters whose names begin so, as zeroing does."""
-        self.earlier = {name: grad for name, grad in self.earlier.items() if not name.startswith(start)}
-        self.bad &= not all(bool(grad.isfinite().all()) for grad in self.earlier.values())

@@ -385,11 +385,47 @@ def test_a_body_that_raises_after_its_backward_discards_a_delayed_gradient(delay
     assert delayed.weight == 1.0
 
 
-def test_what_was_unscaled_before_is_added_at_the_exit_of_a_delayed_body(cell: Cell) -> None:
+def test_beside_unscaled_gradients_a_delayed_body_unscales_at_once(cell: Cell) -> None:
     cell.backward(1.0)
     cell.backward(2.0, delay_unscale=True)
+    assert cell.grad == 3.0
     cell.backward(4.0)
     assert cell.grad == 7.0
+
+
+def test_beside_unscaled_gradients_of_0_a_delayed_body_leaves_scaled_ones(cell: Cell) -> None:
+    cell.backward(1.0)
+    cell.optimizer.zero_grad(set_to_none=False)
+    cell.backward(2.0, delay_unscale=True)
+    assert cell.grad == 2.0 * cell.scale
+    assert not cell.step()
+    assert cell.weight == -1.0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("delay_unscale", [True, False])
+def test_zero_grad_reaches_earlier_gradients_after_a_body_that_left_none(
+    cell: Cell, delay_unscale: bool, set_to_none: bool
+) -> None:
+    cell.backward(1.0)
+    other = torch.ones((), requires_grad=True)
+    with amp.scale_loss(other * 2, cell.optimizer, delay_unscale=delay_unscale) as scaled_loss:
+        scaled_loss.backward()
+    assert cell.grad == 1.0
+    cell.optimizer.zero_grad(set_to_none)
+    cell.backward(4.0)
+    assert cell.grad == 4.0
+
+
+def test_zeros_stay_where_a_delayed_body_left_no_gradient(cell: Cell) -> None:
+    cell.backward(1.0)
+    cell.optimizer.zero_grad(set_to_none=False)
+    other = torch.ones((), requires_grad=True)
+    with amp.scale_loss(other * 2, cell.optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    assert cell.grad == 0.0
+    cell.backward(4.0)
+    assert cell.grad == 4.0
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------

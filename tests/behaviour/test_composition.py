@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 from amp_engine import AmpStateError, amp
 from tests.models import MLP, NORMED_MLP
-from tests.support import (
-    assert_bitwise,
-)
+from tests.support import assert_bitwise
+
+ROOT = Path(__file__).parents[2]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -123,6 +124,24 @@ def test_the_class_a_model_gets_looks_like_its_own_which_close_gives_back(level:
     amp.close()
     assert type(model) is Registering
     assert vars(model).keys() == before.keys()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_what_a_forward_counts_on_its_class_by_name_is_there_after_close_as_the_limits_say(level: str) -> None:
+    class Block(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Block.calls += 1
+            return super().forward(x)
+
+    limits = " ".join((ROOT / "docs/training_loop.md").read_text().partition("## Limits")[2].split())
+    assert "what code wrote to `type(self)` meanwhile: for `type(self).calls += 1` write `Block.calls += 1`" in limits
+    model = nn.Sequential(Block(4, 4), Block(4, 4))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model(torch.randn(2, 4))
+    amp.close()
+    assert Block.calls == model[0].calls == 2
 
 
 # --- state_dict in all its forms ------------------------------------------------------------------

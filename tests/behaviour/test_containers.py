@@ -449,6 +449,16 @@ def test_what_a_forward_writes_into_a_mapping_is_in_the_users(level: str, kind: 
     torch.testing.assert_close(given["y"], model.layer(x.float()), rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", [Record, Namespace])
+def test_a_dictionary_with_attributes_shows_the_cast_items_by_both(level: str, kind: Any) -> None:
+    model = amp.initialize(Writing(attributes=True), opt_level=level, verbosity=0)
+    given = batch_of(kind, torch.float32)
+    model(given)
+    assert given.y is given["y"]
+    assert given.y.dtype is given.x.dtype is torch.float32
+
+
 def test_a_mapping_within_a_mapping_is_written_too() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:

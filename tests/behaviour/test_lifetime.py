@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from amp_engine import AmpStateError, Engine, amp
 from tests.models import MLP
-from tests.support import CAST_LEVELS, FUNCTION_LEVELS, HALF, LEVELS, train
+from tests.support import CAST_LEVELS, FUNCTION_LEVELS, HALF, LEVELS, backward, train
 
 ONES = torch.ones(2, 2)
 MM = torch.mm
@@ -189,6 +189,25 @@ def test_no_object_is_left_of_models_and_optimizers_that_come_and_go(
     grew = [name for name in third if third[name] - second[name] >= times and second[name] - first[name] >= times]
     assert grew == []
     assert finalizers[2] - finalizers[1] < times
+
+
+@pytest.mark.parametrize("any_level", ["O0", "O1", "O3", "O4"])
+def test_a_layer_that_was_taken_out_of_its_model_and_groups_is_free_after_the_next_step(any_level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=any_level, verbosity=0)
+    references = []
+    for _ in range(3):
+        references.append(weakref.ref(model[1].weight))
+        del optimizer.param_groups[0]["params"][2:]
+        model[1] = nn.Linear(4, 4).to(model[0].weight.dtype)
+        optimizer.param_groups[0]["params"] += model[1].parameters()
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model(torch.ones(2, 4)).float().square().mean(), optimizer)
+            optimizer.step()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_an_engine_that_is_collected_while_a_module_registers_parameters_does_not_disturb_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import select_algorithm
 from torch._inductor.utils import fresh_cache
 
@@ -82,22 +84,28 @@ def test_a_custom_operator_runs_in_the_type_of_its_fake_kernel(
 
 
 class Kept(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.layer = nn.Conv1d(2, 2, 1)
-        self.kept = amp.keep_float(nn.Conv1d(2, 2, 1))
+        self.layer, self.kept, self.how = nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1), how
+        if how == "keep_float":
+            amp.keep_float(self.kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kept(self.layer(x))
+        x = self.layer(x)
+        if self.how == "keep_float":
+            return self.kept(x)
+        with amp.disable_casts():
+            return self.kept(x.float())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
+@pytest.mark.parametrize("how", ["keep_float", "disable_casts"])
 @pytest.mark.parametrize("casts", ["everywhere", "model"])
 def test_a_kept_convolution_is_right_if_inductor_was_imported_while_torch_was_patched(
-    casts: str, monkeypatch: pytest.MonkeyPatch
+    casts: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x = nn.Sequential(Kept()), torch.randn(1, 2, 3)
+    model, x = nn.Sequential(Kept(how)), torch.randn(1, 2, 3)
     amp.initialize(model, opt_level="O4", casts=casts, verbosity=0)
     monkeypatch.setattr(select_algorithm.extern_kernels, "convolution", torch.convolution)  # as its import does
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
@@ -105,6 +113,31 @@ def test_a_kept_convolution_is_right_if_inductor_was_imported_while_torch_was_pa
     output = model(x)
     assert output.dtype is torch.float32
     torch.testing.assert_close(torch.autograd.grad(output.sum(), list(model.parameters())), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_gradients_of_a_compiled_decomposition_are_those_that_the_page_of_casts_says(level: str) -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs/casts.md").read_text().split())
+    assert "Call them through `torch.compiler.disable(torch.linalg.inv)` where that matters" in page
+    x = torch.randn(6, 6) + 4 * torch.eye(6)
+
+    def gradient(inv: Callable[[Tensor], Tensor], is_compiled: bool = True) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            return inv(x).square().sum()
+
+        given = x.clone().requires_grad_()
+        (torch.compile(loss, backend="aot_eager") if is_compiled else loss)(given).backward()
+        return given.grad
+
+    plain = gradient(torch.linalg.inv, is_compiled=False)
+    with torch.autocast("cpu", dtype=HALF[level]):
+        under_autocast = gradient(torch.linalg.inv)
+    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+    assert_bitwise(gradient(torch.linalg.inv, is_compiled=False), plain)
+    assert_bitwise(gradient(torch.linalg.inv), under_autocast)
+    assert_bitwise(gradient(torch.compiler.disable(torch.linalg.inv)), plain)
+    counters["graph_break"].clear()  # which `disable` is
 
 
 def test_a_graph_from_inductors_cache_has_the_casts_of_now() -> None:

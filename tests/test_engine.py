@@ -134,6 +134,17 @@ def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(call, engin
         torch.testing.assert_close(grad, 2 * earlier, rtol=2e-2, atol=1e-4)
 
 
+def test_an_optimizer_listed_twice_counts_once(engine):
+    model = linear()
+    model(INPUTS).square().sum().backward()
+    expected, model.weight.grad = model.weight.grad, None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+    with engine.scale_loss(model(INPUTS).square().sum(), [optimizer, optimizer]) as scaled_loss:
+        scaled_loss.backward()
+    torch.testing.assert_close(next(engine.master_params(optimizer)).grad, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_a_loss_that_is_no_tensor_is_named(engine):
     model, optimizer = start(engine)
     with pytest.raises(AmpTypeError, match="the loss as a tensor, not a float"):

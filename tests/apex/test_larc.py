@@ -334,3 +334,16 @@ def test_whether_a_step_was_skipped_can_be_asked_of_it() -> None:
         engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
         train(MLP, model, optimizer, "co", engine=engine)
         assert engine.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_close_gives_it_back_as_it_was(level: str) -> None:
+    model = MLP.model()
+    optimizer = larc(model)
+    before = frozen(vars(optimizer.optim))
+    with Engine() as engine:
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert not optimizer._contexts
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert set(vars(optimizer.optim)) == set(before)
+    train_plain(model, optimizer, 1)

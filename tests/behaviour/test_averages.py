@@ -312,3 +312,16 @@ def test_other_copies_are_made_in_silence(level: str) -> None:
     schema = copy.deepcopy([model, {"demand": best}])
     assert schema[0] is not model
     helper(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_masters_that_were_clipped_after_the_step_do_not_replace_the_average(level: str) -> None:
+    model, optimizer, averaged = trained_with_average(level)
+    with torch.no_grad():
+        for weight in amp.master_params(optimizer):
+            weight.clamp_(-0.01, 0.01)
+    with amp.averaged_weights(model, averaged):
+        model.eval()(NORMED_MLP.batch(9)[0])
+        for weight, average in zip(model.parameters(), averaged.module.parameters(), strict=True):
+            assert_bitwise(weight.detach(), average.detach().to(weight.dtype))
+    assert all(p.abs().max() <= 0.0101 for p in model.parameters())

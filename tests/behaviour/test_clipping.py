@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from tests.support import (
     frozen,
     masters,
     optimizer_values,
+    scaler_numbers,
     started,
     train,
 )
@@ -298,3 +300,35 @@ def test_gradients_written_after_the_exit_are_clipped_by_the_norm_that_they_have
     for p in model.parameters():
         WRITES[how](p)
     assert amp.clip_grad_norm_(optimizer, 1e9, norm_type).item() == pytest.approx(truth, rel=1e-6)
+
+
+def test_a_clip_counts_for_one_step_only() -> None:
+    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
+        norm = clip(optimizer, 1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+        for master in amp.master_params(optimizer):
+            master.grad = torch.ones_like(master)
+        return norm
+
+    assert_same_clip(one_backward("O2"), use)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["AdamW", "FusedLAMB", "RMSprop"])
+def test_a_clip_of_an_overflow_skips_and_leaves_every_bit(name: str, level: str, norm_type: float) -> None:
+    model, optimizer = started(level, OPTIMIZERS[name])
+    train(NORMED_MLP, model, optimizer, "c")
+    before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
+    optimizer.zero_grad()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=True)
+    norm = amp.clip_grad_norm_(optimizer, 1.0, norm_type)
+    assert not math.isfinite(norm.item())
+    optimizer.step()
+    assert_bitwise(optimizer_values(optimizer), before)
+    assert_bitwise(frozen(list(model.parameters())), halves)
+    assert scaler_numbers() == (32768.0, 0)
+    train(NORMED_MLP, model, optimizer, "c", first=2)
+    assert all(master.isfinite().all() for master in masters(optimizer))
+    assert not torch.equal(masters(optimizer)[0], before["params"][0])

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from amp_engine import AmpStateError, amp
 from tests.models import MLP, NORMED_MLP
-from tests.support import assert_bitwise
+from tests.support import MASTER_LEVELS, assert_bitwise, masters, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +73,22 @@ def test_forward_called_directly_is_cast_as_the_model_is(level: str) -> None:
         assert (model.got, y.dtype) == (half, torch.float32)
         assert_bitwise(y, model(x)["y"])
         model.got = None
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_every_hook_of_a_users_sees_the_types_outside_of_the_casts(level: str) -> None:
+    seen: list[torch.dtype] = []
+
+    def hook(model: nn.Module) -> None:
+        model.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        model.register_forward_hook(lambda _, args, output: seen.append(output["y"].dtype))
+
+    model = Parts()
+    hook(model)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    hook(model)
+    model(torch.randn(8, 4))
+    assert seen == 4 * [torch.float32]
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -163,3 +180,20 @@ def test_state_dict_with_keep_vars_gives_the_parameters_themselves(level: str) -
     model = MLP.model()
     amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_weight_normed_layer_trains_saves_and_comes_back(level: str) -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = sgd(model)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(MLP, model, optimizer, "cccc")
+    saved = model.state_dict()
+    assert list(saved) == list(start)
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert not any(torch.equal(saved[name], start[name]) for name in start)
+    model.load_state_dict(start)
+    if level in MASTER_LEVELS:
+        names = [name for name, _ in model.named_parameters()]
+        assert_bitwise(masters(optimizer), [start[name] for name in names])

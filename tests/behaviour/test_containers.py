@@ -483,3 +483,31 @@ def test_a_compiled_model_writes_into_the_users_dictionary(dynamo: None) -> None
     with torch.no_grad():  # where torch 2.11 breaks the graph, at dictionaries, Dynamo looks at the `.grad` of results
         torch.compile(model, backend="eager")(given)
     assert given["y"].dtype is torch.float32
+
+
+class Node:
+    """Knows its parent, which knows it."""
+
+    def __init__(self, x: Tensor, parent: Node | None = None) -> None:
+        self.x, self.parent = x, parent
+        self.child = None if parent else Node(x, self)
+
+    def to(self, dtype: torch.dtype) -> Node:
+        return Node(self.x.to(dtype))
+
+
+class Proxy:
+    """Has what the object inside has, its `to` too."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+@pytest.mark.parametrize("make", [Node, lambda x: Proxy(Node(x))])
+def test_objects_cast_themselves_that_refer_to_each_other_or_have_a_method_of_another(make: Any) -> None:
+    model = amp.initialize(Passing(), opt_level="O5", verbosity=0)
+    model(make(tensor()))
+    assert model.arrived.x.dtype is torch.bfloat16

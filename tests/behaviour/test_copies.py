@@ -20,6 +20,7 @@ from tests.support import (
     MASTER_LEVELS,
     assert_bitwise,
     frozen,
+    masters,
     momentum_sgd,
     train,
 )
@@ -99,3 +100,15 @@ def test_a_copy_that_is_converted_computes_in_its_own_type(level: str, duplicate
     torch.testing.assert_close(outputs.float(), expected, rtol=0.05, atol=0.05)
     first = next(part for part in twin.modules() if isinstance(part, nn.Linear))
     assert first(inputs.to(dtype)).isfinite().all()
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("level", ["O2"])
+def test_loading_into_a_copy_leaves_the_origin_and_its_masters_alone(level: str, duplicate: str) -> None:
+    model, optimizer = started(level)
+    twin = COPIES[duplicate](model)
+    before, exact = values(model), masters(optimizer)
+    twin.load_state_dict(NORMED_MLP.model(8).state_dict())
+    assert_bitwise(values(model), before)
+    assert_bitwise(masters(optimizer), exact)
+    assert_bitwise(twin[0].weight.detach(), NORMED_MLP.model(8)[0].weight.detach().to(twin[0].weight.dtype))

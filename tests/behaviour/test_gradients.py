@@ -220,6 +220,15 @@ def test_a_step_without_a_backward_looks_at_what_a_skipped_step_left(level: str)
 # --- delay_unscale --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("level", CHECKED)
+def test_a_backward_outside_that_overflowed_skips_the_step_of_the_next_one(level: str) -> None:
+    model, optimizer = started(level[:2], **CHECKED[level])
+    (NORMED_MLP.loss(model, NORMED_MLP.batch()) * float("inf")).backward()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2**12, optimizer)
+    optimizer.step()
+    assert is_finite(model)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_gradients_that_an_open_window_has_not_touched_are_there_after_it(level: str) -> None:
     model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
@@ -501,6 +510,37 @@ def test_close_leaves_gradients_unscaled_on_the_parameters(level: str, looking: 
 
 
 # --- what happens in the body ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("bodies", ["b zb", "bzb", "bz", "bbzb"])
+def test_zero_grad_in_a_body_is_that_of_torch_until_a_backward_sets_gradients_aside(
+    level: str, set_to_none: bool, bodies: str
+) -> None:
+    """z: it; b: a backward. A later body sets aside what was there when its backward began."""
+
+    def run(level: str | None) -> list[Tensor | None]:
+        model = MLP.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if level is not None:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+        for actions in bodies.split():
+            loss = MLP.loss(model, MLP.batch()).float()
+            with nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer) as scaled_loss:
+                for action in actions:
+                    if action == "b":
+                        scaled_loss.backward(retain_graph=True)
+                    else:
+                        optimizer.zero_grad(set_to_none)
+        params = model.parameters() if level is None else amp.master_params(optimizer)
+        found = [None if p.grad is None else p.grad.float() for p in params]
+        amp.close()
+        return found
+
+    ours, plain = run(level), run(None)
+    assert [g is None for g in ours] == [g is None for g in plain]
+    assert_close([g for g in ours if g is not None], [g for g in plain if g is not None], 0.03)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -16,7 +16,9 @@ from amp_engine import AmpStateError, AmpWarning, Engine, amp
 from amp_engine.optimizers import FusedAdam
 from tests.models import MLP
 from tests.support import (
+    CAST_LEVELS,
     FUNCTION_LEVELS,
+    HALF,
     assert_bitwise,
     backward,
     left_alone,
@@ -254,3 +256,54 @@ def test_checkpoints_of_half_models_are_exact_across_levels(out_of: Any, into: A
     optimizer.load_state_dict(saved["optimizer"])
     assert_bitwise(exact(model), expected)
     assert_bitwise([state["exp_avg_sq"] for state in optimizer.state.values()], moments)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_close_gives_a_half_model_back_in_half_with_an_optimizer_that_steps_it(level: str, dtype: torch.dtype) -> None:
+    keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}
+    model, optimizer = begun(dtype, level, **keywords)
+    train(MLP, model, optimizer, "cc")
+    expected = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    amp.close()
+    assert_bitwise(model.state_dict(), expected)
+    assert weights_of(optimizer) == list(model.parameters())
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).float().square().mean().backward()
+    optimizer.step()
+
+
+class Lora(nn.Module):
+    """A frozen linear layer, and an update of low rank beside it, in FP32."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = self.up(self.down(x.to(self.down.weight.dtype)))
+        return self.base(x.to(self.base.weight.dtype)) + update
+
+
+@pytest.mark.parametrize("in_the_groups", [True, False])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_frozen_half_base_is_welcome(level: str, dtype: torch.dtype, make: Any, in_the_groups: bool) -> None:
+    model = nn.Sequential(Lora(nn.Linear(8, 16, dtype=dtype)), nn.ReLU(), Lora(nn.Linear(16, 4, dtype=dtype)))
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = make([p for p in model.parameters() if p.requires_grad or in_the_groups])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        losses = train(MLP, model, optimizer, "cccc")
+    assert all(loss == loss for loss in losses)
+    assert all(p.detach().abs().sum() > 0 for name, p in model.named_parameters() if "up" in name)
+    amp.close()
+    expected = (
+        {name: p.to(HALF.get(level, dtype)).to(dtype) for name, p in base.items()} if level in CAST_LEVELS else base
+    )
+    assert_bitwise({name: p.detach() for name, p in model.named_parameters() if name in base}, expected)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from amp_engine import AmpStateError, amp
-from tests.support import MODULE_HOOKS, assert_bitwise, frozen
+from tests.support import MASTER_LEVELS, MODULE_HOOKS, assert_bitwise, backward, frozen
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 
@@ -160,3 +160,17 @@ def test_a_model_that_is_gone_leaves_no_hook_either() -> None:
     del model, optimizer
     gc.collect()
     assert len(torch_modules._global_module_registration_hooks) == before
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_an_fp32_part_that_joins_computes_and_trains_in_fp32(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    model[1] = nn.Linear(8, 3)
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+    before = model[1].weight.detach().clone()
+    backward(model(torch.randn(2, 4)).square().mean(), optimizer)
+    optimizer.step()
+    assert model[1].weight.dtype is torch.float32
+    assert not torch.equal(model[1].weight, before)

@@ -247,3 +247,25 @@ def test_ranks_that_began_with_other_weights_have_one_master_and_one_rounding() 
     one, other = on_ranks(_on_rank, 2)
     assert_bitwise(one, other)
     assert any(not torch.equal(halves.split(w)[1], torch.zeros_like(w, dtype=torch.int16)) for w in one[0])
+
+
+@pytest.mark.parametrize("into", [True, "split"])
+def test_a_checkpoint_of_one_form_goes_on_in_the_other(into: Any) -> None:
+    out_of = "split" if into is True else True
+    make = OPTIMIZERS["FusedAdam"]
+    model, optimizer = started(make, master_weights=out_of)
+    train(NORMED_MLP, model, optimizer, "ccc")
+    file = checkpoint(model, optimizer)
+    losses, values = train(NORMED_MLP, model, optimizer, "ccc", first=3), exact(model)
+    amp.close()
+    model, optimizer = resumed(file, NORMED_MLP, make, "O5", master_weights=into)
+    assert train(NORMED_MLP, model, optimizer, "ccc", first=3) == losses
+    assert_bitwise(exact(model), values)
+
+
+def test_a_skipped_step_leaves_both_halves() -> None:
+    model, optimizer = started(loss_scale="dynamic", **NARROW["both"])
+    train(NORMED_MLP, model, optimizer, "cc")
+    before = exact(model), frozen(optimizer.state_dict())
+    train(NORMED_MLP, model, optimizer, "o", first=2)
+    assert_bitwise((exact(model), frozen(optimizer.state_dict())), before)

@@ -250,3 +250,14 @@ def test_the_fused_path_of_a_transformer_layer_is_taken() -> None:
         y = model.attention(x[None])
     assert y.dtype is torch.float32
     assert any("_transformer_encoder_layer_fwd" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+def test_two_models_share_a_part(level: str) -> None:
+    shared = nn.Linear(4, 4)
+    models = [nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2)]
+    amp.initialize(models, opt_level=level, verbosity=0)
+    x = torch.randn(2, 4)
+    assert {shared(x).dtype, models[0](x).dtype, models[1](x).dtype} == {torch.float32}
+    amp.close()
+    assert type(shared) is nn.Linear

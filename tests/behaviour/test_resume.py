@@ -16,6 +16,8 @@ from tests.models import NORMED_MLP, Task
 from tests.support import (
     assert_bitwise,
     everything,
+    frozen,
+    masters,
     train,
 )
 
@@ -113,3 +115,17 @@ def test_a_nan_in_a_checkpoint_leaves_the_other_elements_of_its_master_exact(lev
     model.load_state_dict(saved)
     for value, master in zip(saved.values(), amp.master_params(optimizer), strict=True):
         assert torch.equal(value.view(torch.int32), master.detach().view(torch.int32))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_loading_a_part_of_the_model_loads_its_masters_and_no_others(level: str) -> None:
+    model, optimizer = started(NORMED_MLP, OPTIMIZERS["sgd"], level)
+    train(NORMED_MLP, model, optimizer, "cc")
+    exact = masters(optimizer)
+    head = frozen(dict(model[3].state_dict()))
+    assert {value.dtype for value in head.values()} == {torch.float32}
+    train(NORMED_MLP, model, optimizer, "cc", first=2)
+    body = masters(optimizer)[:3]
+    model[3].load_state_dict(head)
+    assert_bitwise(masters(optimizer)[3:], exact[3:])
+    assert_bitwise(masters(optimizer)[:3], body)

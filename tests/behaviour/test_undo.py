@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from amp_engine import AmpStateError, amp
+from amp_engine import AmpStateError, Engine, amp
 from amp_engine.initialization.initialized import Initialized
 from tests.conftest import patched_names
 from tests.models import NORMED_MLP
 from tests.support import (
     LEVELS,
     MODULE_HOOKS,
+    OPTIMIZER_HOOKS,
     WEIGHT_DTYPE,
     assert_bitwise,
     backward,
@@ -24,11 +25,12 @@ from tests.support import (
     masters,
     picture,
     train,
+    weights_of,
 )
 
 
-def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = NORMED_MLP.model()
+def fresh(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = NORMED_MLP.model(seed)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
 
@@ -82,6 +84,19 @@ def test_the_same_model_and_optimizer_can_be_initialized_again_after_close(first
     assert all(loss == loss for loss in losses)
 
 
+def test_close_undoes_both_of_two_initializes() -> None:
+    first, first_optimizer = fresh(0)
+    second, second_optimizer = fresh(1)
+    amp.initialize(first, first_optimizer, opt_level="O2", verbosity=0)
+    amp.initialize(second, second_optimizer, opt_level="O1", verbosity=0)
+    amp.close()
+    for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        assert all(a is b for a, b in zip(weights_of(optimizer), model.parameters(), strict=True))
+        assert not any(getattr(optimizer, hooks) for hooks in OPTIMIZER_HOOKS)
+        assert not any(getattr(m, hooks) for m in model.modules() for hooks in MODULE_HOOKS)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_closed_engine_keeps_neither_model_nor_optimizer_alive(level: str) -> None:
     model, optimizer = fresh()
@@ -92,6 +107,40 @@ def test_a_closed_engine_keeps_neither_model_nor_optimizer_alive(level: str) -> 
     del model, optimizer
     gc.collect()
     assert [ref() for ref in alive] == [None, None, None]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_exception_closes_an_engine_too(level: str) -> None:
+    model, optimizer = fresh()
+
+    def fails() -> None:
+        with Engine() as engine:
+            engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+            train(NORMED_MLP, model, optimizer, "c", engine=engine)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert patched_names() == []
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert all(a is b for a, b in zip(weights_of(optimizer), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_step_after_close_takes_no_gradient_that_overflowed_and_loses_none_of_its_own(
+    level: str, zeroes: bool
+) -> None:
+    model, optimizer = fresh()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
+    before = masters(optimizer)
+    amp.close()
+    if zeroes:
+        optimizer.zero_grad()
+        NORMED_MLP.loss(model, NORMED_MLP.batch()).backward()
+    optimizer.step()
+    assert [not torch.equal(a, b) for a, b in zip(masters(optimizer), before, strict=True)] == [zeroes] * 5
 
 
 # --- exceptions -----------------------------------------------------------------------------------

@@ -457,3 +457,18 @@ def test_parts_are_cast_where_a_script_calls_them_compiled_and_not_within_a_comp
         assert model.layers[5][1].got is half
     assert counter.frame_count <= (8 if breaks else 1)
     counters["graph_break"].clear()
+
+
+def test_evaluation_before_and_between_training_gives_the_weights_their_gradient() -> None:
+    x, model = FUNCTIONAL.batch()[0], FUNCTIONAL.model()
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    run = compiled(model)
+    for _ in range(2):
+        with torch.no_grad():
+            run(x)
+        model.zero_grad()
+        run(x).float().sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        model(x).float().sum().backward()
+        assert_bitwise(gradients, [p.grad for p in model.parameters()])

@@ -23,6 +23,7 @@ from amp_engine.ground import tools
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.initialization import arguments, cast_notes, keep_by_name
 from amp_engine.initialization.arguments import InitializeOptions, Models, Optimizers
+from amp_engine.initialization.as_it_came import came_in_half
 from amp_engine.initialization.initialized import Initialized, master_params
 from amp_engine.initialization.policy_argument import takes_policy
 from amp_engine.initialization.request import checked
@@ -287,6 +288,9 @@ class Engine:
                 self.reporter.say(line, rank0=True)
 
             notes = cast_notes.notes(request.models, decided)
+            if decided.master_weights and decided.cast_model_type in LOW_PRECISION and not request.optimizers:
+                is_rounded = not all(map(came_in_half, request.models))
+                notes.append(report.no_optimizer(decided.cast_model_type, is_rounded))
             emulated = arguments.emulated_on_cpu(request.models, decided)
             self._initialized.add(request)
             if self.policy is None:
@@ -322,9 +326,10 @@ class Engine:
         Args:
             loss: any shape, any floating type.
             optimizers: all optimizers with parameters that the loss reaches: one, a list, or None, which is allowed
-                only at a scale of 1. One that is left out refuses to step scaled gradients. "reached" finds them in the
-                graph of the loss: in microseconds if there is one optimizer; by a walk through the whole graph if there
-                are several and the loss does not reach all.
+                only at a scale of 1. One that was made after `initialize` is looked after from here on. One that is
+                left out refuses to step scaled gradients. "reached" finds them in the graph of the loss: in
+                microseconds if there is one optimizer; by a walk through the whole graph if there are several and the
+                loss does not reach all.
             loss_id: the index of the loss's scaler.
             model: ignored, as in apex.
             delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum. Without effect
@@ -353,10 +358,12 @@ class Engine:
                 "it, None is taken."
             )
         if optimizers == "reached":
-            records = self._reached_by(loss)
+            # At a scale of 1 an optimizer may be made later.
+            records = self._reached_by(loss) if self.records.all or not scaler.is_identity else []
         else:
             listed = [] if optimizers is None else arguments.as_list(optimizers)
-            records = list(dict.fromkeys(map(self._initialized.record_of, listed)))
+            found = (self._initialized.record_of(one, takes_in=True) for one in listed)
+            records = list(dict.fromkeys(found))
         return self.records.of(loss, records, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def _reached_by(self, loss: Tensor) -> list[Record]:

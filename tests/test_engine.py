@@ -32,7 +32,7 @@ INPUTS = torch.linspace(-1, 1, 12).reshape(3, 4)
 def test_a_foreign_optimizer_is_named(engine):
     model = linear()
     engine.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O2", verbosity=0)
-    stranger = torch.optim.Adam(model.parameters())
+    stranger = torch.optim.Adam(linear().parameters())
     with pytest.raises(AmpTypeError, match="This Adam was not passed to amp.initialize"):
         engine.scale_loss(torch.ones(()), stranger).__enter__()
     with pytest.raises(AmpTypeError, match="This str was not passed"):

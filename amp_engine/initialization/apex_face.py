@@ -13,16 +13,9 @@ from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.beside import Beside, Master
 from amp_engine.stepping.record import Record, State
 from amp_engine.stepping.records import Records
-from amp_engine.stepping.step import StepHook
+from amp_engine.stepping.step import APEX_NAMES, StepHook
 
-STASH = "_amp_stash"
-
-METHODS = (
-    "_amp_lazy_init",
-    "_lazy_init_maybe_master_weights",
-    "_post_amp_backward",
-    "_prepare_amp_backward",
-)
+STASH, *METHODS = APEX_NAMES
 
 
 def is_on(optimizer: Any) -> bool:

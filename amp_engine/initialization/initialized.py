@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,17 +26,20 @@ from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.request import Request
 from amp_engine.initialization.sharded_since import refusal_of_replaced
+from amp_engine.levels import report
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
+from amp_engine.levels.policy import Skips
 from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import release_fused_step
+from amp_engine.optimizers.wrapped import inner_optimizers
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.beside import Master, Remainder
 from amp_engine.stepping.exact import exact_value
 from amp_engine.stepping.overflow_messages import OverflowMessages
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
-from amp_engine.stepping.record import Record
+from amp_engine.stepping.record import Record, State
 from amp_engine.stepping.records import Records
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.step import StepHook, let_strangers_be, look_at_strangers, remove_hooks, remove_unused
@@ -71,6 +75,8 @@ class Initialized:
         self._wrappers = weakref.WeakKeyDictionary()
         # Parameters whose gradients may have any type, and the type that the user chose for them, until `release` ends.
         self._of_any_grad_dtype: list[tuple[nn.Parameter, torch.dtype | None]] = []
+        # The request by which each model was initialized, for optimizers that are made later.
+        self._requests: weakref.WeakKeyDictionary[nn.Module, Request] = weakref.WeakKeyDictionary()
         # Modules that a policy file keeps in FP32, until `release`.
         self.kept_by_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -154,8 +160,10 @@ class Initialized:
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # another thread removed it
                 self._cast_models.remove(gone)
-        if policy.master_weights:
-            look_at_strangers(self, Initialized._refuse_stranger)
+        for model in models:
+            self._requests[model] = request.without_objects()
+        if policy.master_weights or request.skips is not Skips.NEVER:
+            look_at_strangers(self, Initialized._look_at_stranger)
         for wrapper, optimizer in request.wrappers.items():
             self.look_after_wrapper(wrapper, optimizer)
 
@@ -174,18 +182,27 @@ class Initialized:
             if isinstance(wrapper, Optimizer):
                 apex_face.check_names_are_free(wrapper)
 
-    def record_of(self, optimizer: Any) -> Record:
-        """The record of `optimizer`, or of the optimizer inside. Raises AmpTypeError if it was not passed."""
+    def record_of(self, optimizer: Any, takes_in: bool = False) -> Record:
+        """The record of `optimizer`, or of the optimizer inside.
+
+        Args:
+            takes_in: True to look after one that was made after `initialize`.
+
+        Raises AmpTypeError if there is none.
+        """
         record = self.records.get(optimizer) if isinstance(optimizer, Optimizer) else None
         if record is not None:
             return record
         stepping = inner_of(optimizer)
-        record = self.records.get(stepping) if isinstance(stepping, Optimizer) else None
+        if isinstance(stepping, Optimizer):
+            record = self.records.get(stepping) or (self.look_after(stepping) if takes_in else None)
         if record is None:
             raise AmpTypeError(
                 f"This {type(optimizer).__name__} was not passed to amp.initialize.  Call model, optimizer = "
                 "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
             )
+        if stepping is optimizer:
+            return record
         self.look_after_wrapper(optimizer, stepping)  # the wrapper may have been made after `initialize`
         return record
 
@@ -233,6 +250,7 @@ class Initialized:
             apex_face.take_off(wrapper)
         self._wrappers.clear()
         let_strangers_be(self)
+        self._requests.clear()
         optimizers = self.records.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         # Parameters with masters are FP32 in between, even if they end as half.
@@ -264,18 +282,68 @@ class Initialized:
             param.grad = None if grad is None else grad.to(param.grad_dtype)
             self._of_any_grad_dtype.pop()
 
-    def _refuse_stranger(self, optimizer: Optimizer) -> None:
-        """Raise AmpStateError for an optimizer that would step half parameters of a model that has masters."""
+    def look_after(self, optimizer: Optimizer) -> Record | None:
+        """Take in an optimizer that was made after `initialize`; None if it steps no parameter of a model.
+
+        Masters start from those of an earlier optimizer of the same parameters, which is let go, or else from the
+        parameters. Raises AmpStateError for an optimizer that cannot have what the level gives.
+        """
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model in self.models:
-            for name, p in model.named_parameters():
+        of_models = self._requests.items()
+        found = next((of for model, of in of_models if any(id(p) in ids for p in model.parameters())), None)
+        if found is None:
+            return None
+        request = found.of_later(optimizer)
+        self.refuse_known([optimizer], [])
+        exact: dict[int, Tensor] = {}
+        for one in self.records.all:
+            if one.rows.kind is not None and one.state is State.IDLE and not ids.isdisjoint(one.param_ids()):
+                exact |= self._hand_over(one)
+        state = chain.from_iterable(
+            optimizer.state[p].items() for p in master_params(optimizer) if p in optimizer.state
+        )
+        is_rounded = any(name != "step" and is_low_precision(value) for name, value in state)
+        self._take_in(optimizer, request, exact)
+        record = self.records.get(optimizer)
+        assert record is not None, "it was taken in"
+        beside = [one for one in record.columns.beside if one is not None]
+        for line in report.later_optimizer(type(optimizer).__name__, len(beside), bool(exact), is_rounded):
+            self._reporter.say(line, rank0=True)
+        return record
+
+    def _hand_over(self, record: Record) -> dict[int, Tensor]:
+        """Let an optimizer go whose parameters another one steps from now on; return their FP32 values, by id."""
+        optimizer = record.optimizer
+        values, of_any_grad_dtype = record.hand_over()
+        self._of_any_grad_dtype += of_any_grad_dtype
+        remove_hooks(optimizer)
+        release_fused_step(optimizer)
+        apex_face.take_off(optimizer)  # lets go of the record
+        self.records.remove(optimizer)
+        return values
+
+    def _look_at_stranger(self, optimizer: Optimizer) -> None:
+        """Before the first step of an optimizer that no engine knows: take it in, or refuse it where losses are scaled.
+
+        There nobody knows the scale of its gradients.
+        """
+        for inner in inner_optimizers(optimizer).values():
+            if (record := self.records.get(inner)) is not None:
+                if record.rows.kind is not None:
+                    refuse_around_masters(optimizer, inner)
+                return
+        if all(scaler.is_identity for scaler in self._scaling.scalers):
+            self.look_after(optimizer)
+            return
+        ids = {id(p) for p in master_params(optimizer)}
+        for model, request in self._requests.items():
+            for name, p in model.named_parameters() if request.policy.master_weights else ():
                 if id(p) in ids and p.requires_grad and is_low_precision(p):
                     kind = type(optimizer).__name__
                     raise AmpStateError(
-                        f"This {kind} was not passed to amp.initialize, and would step {name} in "
-                        f"{dtype_name(p.dtype)}, where small updates are lost; at O2 and O5 FP32 masters are stepped.  "
-                        "Nothing was stepped.  "
-                        f"Call amp.initialize(model, optimizer, opt_level=...) with this {kind}, before its first step."
+                        f"This {kind} was passed neither to amp.initialize nor to amp.scale_loss, and would step "
+                        f"{name} in {dtype_name(p.dtype)}, where small updates are lost.  Nothing was stepped.  "
+                        f"Call amp.scale_loss(loss, optimizer) with this {kind}, or pass it to amp.initialize."
                     )
 
     def stepped_params(self) -> list[nn.Parameter]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ class Request:
         half_weights: the HalfWeights of each optimizer, or None if its low-precision weights are allowed.
         skips: the backwards under a static scale whose overflow skips the step.
         keeps_half: True if half gradients stay scaled until the step.
+        judge: gives the HalfWeights of an optimizer, given the ids of parameters that get another type.
     """
 
     models: list[nn.Module]
@@ -58,6 +59,19 @@ class Request:
     half_weights: list[HalfWeights | None]
     skips: Skips
     keeps_half: bool
+    judge: Callable[[Optimizer, Container[int]], HalfWeights | None]
+
+    def without_objects(self) -> Request:
+        """The request of no model and no optimizer, which keeps none alive."""
+        return replace(self, models=[], optimizers=[], wrappers={}, half_weights=[])
+
+    def of_later(self, optimizer: Optimizer) -> Request:
+        """The request for an optimizer that was made after the models were cast.
+
+        Raises AmpStateError for one that cannot have what the level gives. Changes nothing.
+        """
+        _check_optimizers([optimizer], self.policy, self.skips, self.process_group, self.moment_dtype)
+        return replace(self, optimizers=[optimizer], half_weights=[self.judge(optimizer, ())])
 
 
 def checked(
@@ -96,24 +110,23 @@ def checked(
     left_alone = arguments.as_left_alone(given["cast_inputs"], model_list)
     passed = arguments.as_optimizers(optimizers)
     skips = parse_skips(skip_on_overflow, policy)
-    is_scaled = policy.loss_scale != 1.0 or skips is Skips.ALWAYS
     arguments.check_process_group(process_group)
-    agree = process_group is not None
+    may_disagree = _may_skip(policy, skips) and process_group is None
     gives_float32 = output_dtype in (None, torch.float32)
     unwrapped = [without_wrapper(model) for model in model_list]
     changed = _changed_by_a_cast(unwrapped, policy)
-    arguments.check_models(model_list, policy, changed, is_scaled and not agree, gives_float32)
+    arguments.check_models(model_list, policy, changed, may_disagree, gives_float32)
     model_list = unwrapped
     arguments.check_unwrapped(changed, policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
-    arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights), agree)
+    moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
+    _check_optimizers(stepping, policy, skips, process_group, moments)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
     arguments.check_wrappers(wrappers, bool(policy.master_weights))
-    moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
-    arguments.check_narrow(stepping, policy, moments)
     are_cast = {id(param) for param in changed}
     names = partial(_names, [weakref.ref(model) for model in model_list])
-    halves = [half_weights(one, policy, allow_half or hard_override, names, are_cast) for one in stepping]
+    judge = partial(half_weights, policy, allow_half or hard_override, names)
+    halves = [judge(one, are_cast) for one in stepping]
     # Raises for bounds that the real scalers would refuse.
     LossScaler(policy.loss_scale, min_loss_scale=given["min_loss_scale"], max_loss_scale=given["max_loss_scale"])
     return Request(
@@ -130,7 +143,21 @@ def checked(
         halves,
         skips,
         given["gradients"] == "half",
+        judge,
     )
+
+
+def _may_skip(policy: Policy, skips: Skips) -> bool:
+    """True if ranks that cannot agree on a skip must be refused."""
+    return policy.loss_scale != 1.0 or skips is Skips.ALWAYS
+
+
+def _check_optimizers(
+    optimizers: Sequence[Optimizer], policy: Policy, skips: Skips, process_group: Any, moments: torch.dtype
+) -> None:
+    agree = process_group is not None
+    arguments.check_optimizers(optimizers, _may_skip(policy, skips), bool(policy.master_weights), agree)
+    arguments.check_narrow(optimizers, policy, moments)
 
 
 _OF_LEVEL = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")

@@ -164,6 +164,37 @@ def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
     yield from _properties(policy)
 
 
+def no_optimizer(dtype: torch.dtype, is_rounded: bool) -> str:
+    """Message: a level with masters was initialized without an optimizer.
+
+    Args:
+        is_rounded: True if the model came in another type than `dtype`.
+    """
+    rounded = ", which this call rounds: pass the optimizer to start from the FP32 values" if is_rounded else ""
+    return (
+        f"Note:  an optimizer that is made later gets FP32 masters at its first step, from the {dtype_name(dtype)} "
+        f"parameters{rounded}."
+    )
+
+
+def later_optimizer(kind: str, masters: int, is_handed_over: bool, is_rounded: bool) -> Iterator[str]:
+    """Messages: an optimizer that was made after `initialize` is looked after.
+
+    Args:
+        masters: how many of its parameters have FP32 masters.
+        is_handed_over: True if these start from the masters of an earlier optimizer.
+        is_rounded: True if its state was low-precision.
+    """
+    start = "those of the optimizer before it" if is_handed_over else "the parameters"
+    of_masters = f"  FP32 masters of {masters} parameters start from {start}." if masters else ""
+    yield f"Note:  {kind}, which was made after amp.initialize, is looked after from here on.{of_masters}"
+    if masters and is_rounded:
+        yield (
+            f"Warning:  the state of {kind} was loaded before its masters were made, and torch has rounded it to the "
+            f"type of the parameters.  To resume exactly, pass the {kind} to amp.initialize, then load it."
+        )
+
+
 def flushed_message(loss_id: int, used: float, raised: float) -> str:
     """Message: a step was taken on gradients that were 0 because the scale was too low."""
     return (

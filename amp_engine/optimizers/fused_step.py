@@ -108,7 +108,7 @@ class FusedStep:
     @property
     def has_stepped(self) -> bool:
         """True if the kernels have stepped the tensors that the optimizer steps now."""
-        return bool(self._tables)
+        return bool(self._weights)
 
     @property
     def moment_dtype(self) -> torch.dtype:
@@ -185,6 +185,11 @@ class FusedStep:
         for state in self._live_optimizer().state.values() if self._form.dtype is not torch.float32 else ():
             state.update((name, state[name].float()) for name in self._form.moments if state.get(name) is not None)
         self._form.dtype = torch.float32
+
+    def forget(self) -> None:
+        """Let go of the state of the last step, which other state has replaced."""
+        self._captured += [table for table in self._tables if table.is_captured]
+        self._tables, self._inner = [], []
 
     def release(self) -> None:
         """Restore torch's form of the state: each count is its own tensor, on the CPU. Waits for the device."""

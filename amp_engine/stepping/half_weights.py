@@ -82,10 +82,10 @@ class HalfWeights:
 
 
 def half_weights(
-    optimizer: Optimizer,
     policy: Policy,
     is_let_through: bool,
     names: Callable[[], Mapping[int, str]],
+    optimizer: Optimizer,
     are_cast: Container[int],
 ) -> HalfWeights | None:
     """Judge the low-precision weights of `optimizer`, and return their HalfWeights; None if they are allowed.

@@ -878,6 +878,13 @@ class Record:
             self.complete_gradients()
         return self.rows.release()
 
+    def hand_over(self) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, torch.dtype | None]]]:
+        """Give the parameters, and their gradients, up to another optimizer; see `Rows.hand_over`."""
+        self.settle()
+        self.take_gradients()
+        self.complete_gradients()
+        return self.rows.hand_over()
+
 
 def _others(accesses: bytes) -> list[int]:
     if tensor_lists.OTHER not in accesses:

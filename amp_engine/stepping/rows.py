@@ -163,6 +163,8 @@ class Rows:
         known, frozen = self._beside_each(optimizer, params)
         for gone in (one for key, one in self._known.items() if key not in known):
             discard_exact(gone)
+            if isinstance(gone, Master):
+                self._forbid_float32_gradients(gone.param)
         self._known, self._frozen, earlier = known, frozen, self.columns
         self._scanned = [tuple(group) for group in now]
         self.columns = _columns_of(params, known)
@@ -230,6 +232,13 @@ class Rows:
                 param.grad_dtype = None
             if one.param in state and self.scans == 1:
                 state[one.param] = _widened(state[one.param])
+
+    def _forbid_float32_gradients(self, param: nn.Parameter) -> None:
+        """Give the gradient of a parameter that is no longer stepped its own type again."""
+        chosen = self._of_any_grad_dtype.pop(id(param), (param, None))[1] or param.dtype
+        grad, param.grad = param.grad, None
+        param.grad_dtype = chosen
+        param.grad = None if grad is None else grad.to(chosen)
 
     def look_at_types(self) -> None:
         """Note which parameters are low-precision, if that matters. Loops over all of them."""
@@ -347,14 +356,10 @@ class Rows:
             The parameters whose gradients may have any type, until the caller sets their `grad_dtype`, each with the
             type that the user chose for its gradient, or None.
         """
-        _KEEPING.discard(self)
-        self.hide()
-        with suppress(AmpStateError):  # a parameter that cannot have what it must get keeps its value
-            self.scan()
-        self.follow(rounds=False)
+        self._end()
         for one in list(self._known.values()):
             param, grad = one.param, one.param.grad
-            value = one.value() if one.in_sync() or one.counts() else param.detach().float()
+            value = _value_of(one)
             param.grad = None
             param.data = value
             # torch's own: gradients have the type of the parameter.
@@ -363,9 +368,36 @@ class Rows:
             self._of_any_grad_dtype.setdefault(id(param), (param, None))
             discard_exact(one)
             del self._known[id(param)]
+        return self._emptied()
+
+    def hand_over(self) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, torch.dtype | None]]]:
+        """Give parameters up to another optimizer: they stay as they are.
+
+        Returns:
+            The float32 values beside them, by the id of the parameter, and what `release` returns.
+        """
+        self._end()
+        values = {id(one.param): _value_of(one) for one in self._known.values()}
+        for one in self._known.values():
+            discard_exact(one)
+        self._known = {}
+        return values, self._emptied()
+
+    def _end(self) -> None:
+        _KEEPING.discard(self)
+        self.hide()
+        with suppress(AmpStateError):  # a parameter that cannot have what it must get keeps its value
+            self.scan()
+        self.follow(rounds=False)
+
+    def _emptied(self) -> list[tuple[nn.Parameter, torch.dtype | None]]:
         self._scanned, self._frozen = [], []
         self.pairs, self.columns = Pairs([], []), _columns_of((), {})
         return [*self._of_any_grad_dtype.values()]
+
+
+def _value_of(one: Beside) -> Tensor:
+    return one.value() if one.in_sync() or one.counts() else one.param.detach().float()
 
 
 def _rename(optimizer: Optimizer, to: Mapping[int, nn.Parameter]) -> None:

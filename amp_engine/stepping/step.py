@@ -36,13 +36,21 @@ from amp_engine.stepping.pending import Skip
 from amp_engine.stepping.record import Record
 from amp_engine.stepping.records import Records
 
+# Attributes of apex's names that `initialize` adds to an optimizer: the first is apex's, the others are its methods.
+APEX_NAMES = (
+    "_amp_stash",
+    "_amp_lazy_init",
+    "_lazy_init_maybe_master_weights",
+    "_post_amp_backward",
+    "_prepare_amp_backward",
+)
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
 
 
 # Optimizer -> its StepHook, for every optimizer of an engine.
 _HOOKS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepHook]] = weakref.WeakKeyDictionary()
 _HANDLES: list[RemovableHandle] = []  # the handle of `_before_hooks`, while _HOOKS or _OWNERS have entries
-# Called with an optimizer that no engine knows, before its first step; may raise AmpStateError.
+# Called with an optimizer that no engine knows, before its first step: may have an engine know it, or raise.
 _OWNERS: weakref.WeakKeyDictionary[Any, Callable[[Any, Optimizer], None]] = weakref.WeakKeyDictionary()
 _STRANGERS: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that were let through
 
@@ -64,14 +72,15 @@ def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     """Global pre-hook. torch runs it before the optimizer's own hooks, so it may still change their order."""
     if torch.compiler.is_compiling():
         return
-    ref = _HOOKS.get(optimizer)
-    if ref is not None:
-        if (hook := ref()) is not None:
-            hook.before_hooks(optimizer)
-    elif optimizer not in _STRANGERS:
+    if optimizer not in _HOOKS and optimizer not in _STRANGERS:
         for owner, look in list(_OWNERS.items()):
-            look(owner, optimizer)
-        _STRANGERS.add(optimizer)
+            if optimizer not in _HOOKS:
+                look(owner, optimizer)
+        if optimizer not in _HOOKS:
+            _STRANGERS.add(optimizer)
+    ref = _HOOKS.get(optimizer)
+    if ref is not None and (hook := ref()) is not None:
+        hook.before_hooks(optimizer)
 
 
 def _add(optimizer: Optimizer, hook: StepHook) -> None:
@@ -131,11 +140,12 @@ def ghost_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]] = ()) -> Opt
     """
     ghost = object.__new__(type(optimizer))
     vars(ghost).update(vars(optimizer))
-    for name in ("grad_scale", "found_inf"):  # of torch.amp.GradScaler, which torch's own steps read
+    # Torch's own steps read what torch.amp.GradScaler adds; apex's names keep the hook alive, which keeps the ghost.
+    for name in ("grad_scale", "found_inf", *APEX_NAMES):
         vars(ghost).pop(name, None)
     ghost.param_groups, ghost.state = list(groups), defaultdict(dict)
-    ghost._optimizer_step_pre_hooks = OrderedDict()
-    ghost._optimizer_step_post_hooks = OrderedDict()
+    for name in [name for name in vars(ghost) if name.startswith("_optimizer_") and name.endswith("_hooks")]:
+        vars(ghost)[name] = OrderedDict()
     # torch warns once if all groups are capturable and the step is not captured; without groups all are.
     ghost._warned_capturable_if_run_uncaptured = True
     return ghost
@@ -486,6 +496,8 @@ class StepHook:
     def _after_load(self, optimizer: Optimizer) -> None:
         """Set moments, which torch has rounded to the type of their parameters, to the saved values in FP32."""
         saved, self._incoming = self._incoming, {}
+        if (fused := fused_step_of(optimizer)) is not None:
+            fused.forget()
         rows = self._record.rows
         if rows.kind is None or rows.is_shown:
             return

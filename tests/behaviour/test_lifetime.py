@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import gc
 import weakref
 from typing import Any
@@ -191,7 +192,10 @@ def test_no_object_is_left_of_models_and_optimizers_that_come_and_go(
     assert finalizers[2] - finalizers[1] < times
 
 
-@pytest.mark.parametrize("any_level", ["O0", "O1", "O3", "O4"])
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+@pytest.mark.parametrize("any_level", LEVELS)
 def test_a_layer_that_was_taken_out_of_its_model_and_groups_is_free_after_the_next_step(any_level: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -208,6 +212,21 @@ def test_a_layer_that_was_taken_out_of_its_model_and_groups_is_free_after_the_ne
             optimizer.step()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
+
+
+@pytest.mark.parametrize("any_level", LEVELS)
+def test_moments_that_a_checkpoint_replaces_are_free_at_once(any_level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
+    amp.initialize(model, optimizer, opt_level=any_level, verbosity=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model(torch.ones(2, 4)).float().square().mean(), optimizer)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    references = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    optimizer.load_state_dict(saved)
+    assert [reference() for reference in references] == [None] * 2
 
 
 def test_an_engine_that_is_collected_while_a_module_registers_parameters_does_not_disturb_it() -> None:

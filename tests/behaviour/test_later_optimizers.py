@@ -1,0 +1,246 @@
+"""Optimizers that are made after `initialize`, as trainers make them: looked after from their first step on."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import AmpStateError, AmpTypeError, Engine, amp
+from tests.models import MLP
+from tests.support import assert_bitwise, momentum_sgd
+
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4)
+
+
+KINDS: dict[str, Callable[..., Optimizer]] = {
+    "AdamW": adamw,
+    "SGD": momentum_sgd,
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-4),
+}
+
+
+def half_model() -> nn.Module:
+    """A model that came in bfloat16."""
+    return MLP.model().to(torch.bfloat16)
+
+
+def initialized(model: nn.Module, optimizer: Any = None, level: str = "O5", **options: Any) -> nn.Module:
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return model
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 3, first: int = 0) -> None:
+    """A plain loop."""
+    for index in range(first, first + steps):
+        inputs, targets = MLP.batch(index)
+        MLP.criterion(model(inputs.to(next(model.parameters()).dtype)).float(), targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def float32(model: nn.Module) -> dict[str, Tensor]:
+    return {name: master.detach().clone() for name, master in amp.named_masters(model)}
+
+
+@pytest.mark.parametrize(("kind", "split"), [*((kind, False) for kind in KINDS), ("AdamW", True), ("SGD", True)])
+def test_it_trains_as_one_that_was_passed(kind: str, split: bool) -> None:
+    options = {"master_weights": "split"} if split else {}
+    model = half_model()
+    passed = KINDS[kind](model.parameters())
+    train(initialized(model, passed, **options), passed)
+    expected, state = float32(model), passed.state_dict()
+    amp.close()
+    model = initialized(half_model(), **options)
+    later = KINDS[kind](model.parameters())
+    train(model, later)
+    assert_bitwise(float32(model), expected)
+    assert_bitwise(later.state_dict()["state"], state["state"])
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert not amp.last_step(later).skipped
+
+
+def test_its_first_step_runs_after_the_users_hooks_and_reads_what_they_wrote() -> None:
+    model = initialized(half_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def zero(*args: Any) -> None:
+        for p in model.parameters():
+            p.grad.zero_()
+
+    optimizer.register_step_pre_hook(zero)
+    train(model, optimizer, steps=1)
+    assert_bitwise(list(model.parameters()), before)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_its_first_step_is_skipped_where_gradients_are_not_finite(level: str) -> None:
+    model = MLP.model()
+    before = copy.deepcopy(initialized(model, level=level)).state_dict()
+    optimizer = momentum_sgd(model.parameters())
+    (MLP.loss(model, MLP.batch()) * float("inf")).backward()
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    assert_bitwise(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_where_losses_are_scaled_scale_loss_takes_it(level: str) -> None:
+    results = []
+    for passes in (True, False):
+        model = MLP.model().half().float()  # so that masters start from the same values
+        optimizer = momentum_sgd(model.parameters()) if passes else None
+        initialized(model, optimizer, level=level)
+        optimizer = momentum_sgd(model.parameters()) if optimizer is None else optimizer
+        for index in range(2):
+            with amp.scale_loss(MLP.loss(model, MLP.batch(index)), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(float32(model))
+        amp.close()
+    assert_bitwise(*results)
+
+
+def test_where_losses_are_scaled_a_step_without_scale_loss_is_refused() -> None:
+    model = initialized(MLP.model(), level="O2")
+    optimizer = momentum_sgd(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    MLP.loss(model, MLP.batch()).backward()
+    with pytest.raises(AmpStateError, match="passed neither to amp.initialize nor to amp.scale_loss"):
+        optimizer.step()
+    assert_bitwise(list(model.parameters()), before)
+
+
+def test_at_a_scale_of_1_scale_loss_needs_no_optimizer_yet() -> None:
+    model = initialized(half_model())
+    with amp.scale_loss(MLP.loss(model, MLP.batch())) as scaled_loss:
+        scaled_loss.backward()
+    optimizer = momentum_sgd(model.parameters())
+    optimizer.step()
+    assert len(list(amp.named_masters(model))) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("again", ["made again", "copied", "the first is gone"])
+def test_masters_go_on_where_an_optimizer_is_made_again(again: str) -> None:
+    model = half_model()
+    first = momentum_sgd(model.parameters())
+    train(initialized(model, first), first)
+    before = float32(model)
+    second = copy.copy(first) if again == "copied" else torch.optim.SGD(model.parameters(), lr=0.0)
+    if again == "copied":
+        for group in second.param_groups:
+            group["lr"] = 0.0
+    if again == "the first is gone":
+        del first
+        gc.collect()
+        before = {name: p.detach().float() for name, p in model.named_parameters()}
+    train(model, second, steps=1)
+    assert_bitwise(float32(model), before)
+
+
+def test_an_earlier_optimizer_that_steps_again_gets_its_masters_back() -> None:
+    model = half_model()
+    first = momentum_sgd(model.parameters())
+    train(initialized(model, first), first, steps=2)
+    second = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(model, second, steps=1, first=9)
+    train(model, first, steps=2, first=2)
+    result = float32(model)
+    amp.close()
+    model = half_model()
+    first = momentum_sgd(model.parameters())
+    train(initialized(model, first), first, steps=4)
+    assert_bitwise(result, float32(model))
+
+
+def test_a_model_and_optimizer_that_are_unpickled_are_initialized_and_trained_like_new_ones() -> None:
+    model = initialized(half_model())
+    optimizer = momentum_sgd(model.parameters())
+    train(model, optimizer)
+    other, again = pickle.loads(pickle.dumps((model, optimizer)))
+    initialized(other)
+    train(other, again, steps=1)
+    assert len(list(amp.named_masters(other))) == len(list(other.parameters()))
+
+
+def test_close_ends_it() -> None:
+    model = initialized(MLP.model())
+    optimizer = momentum_sgd(model.parameters())
+    train(model, optimizer)
+    expected = float32(model)
+    amp.close()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert_bitwise(dict(model.named_parameters()), expected)
+    train(model, optimizer, steps=1)
+    assert not hasattr(optimizer, "_amp_stash")
+
+
+def test_an_optimizer_of_other_parameters_is_let_be() -> None:
+    initialized(half_model())
+    other = MLP.model().to(torch.bfloat16)
+    optimizer = momentum_sgd(other.parameters())
+    train(other, optimizer)
+    assert not hasattr(optimizer, "_amp_stash")
+    with pytest.raises(AmpTypeError, match="was not passed to amp.initialize"):
+        amp.last_step(optimizer)
+
+
+def test_the_engine_whose_model_it_steps_takes_it() -> None:
+    with Engine() as one, Engine() as other:
+        models = half_model(), half_model()
+        for engine, model in zip((one, other), models, strict=True):
+            engine.initialize(model, opt_level="O5", verbosity=0)
+        optimizer = momentum_sgd(models[1].parameters())
+        train(models[1], optimizer)
+        assert not other.last_step(optimizer).skipped
+        with pytest.raises(AmpTypeError):
+            one.last_step(optimizer)
+
+
+def test_one_that_cannot_have_what_the_level_gives_is_refused() -> None:
+    model = initialized(half_model())
+    optimizer = torch.optim.LBFGS(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(AmpStateError, match=r"LBFGS.step\(closure\) runs backwards of its own"):
+        optimizer.step(lambda: MLP.loss(model, MLP.batch()))
+    assert_bitwise(list(model.parameters()), before)
+
+
+def test_messages_say_what_masters_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    model = half_model()
+    amp.initialize(model, opt_level="O5")
+    assert "gets FP32 masters at its first step, from the bfloat16 parameters." in capsys.readouterr().out
+    train(model, momentum_sgd(model.parameters()), steps=1)
+    said = capsys.readouterr().out
+    assert "SGD, which was made after amp.initialize, is looked after from here on." in said
+    assert said.rstrip().endswith("start from the parameters.")
+    amp.close()
+    amp.initialize(MLP.model(), opt_level="O5")
+    assert "which this call rounds: pass the optimizer to start from the FP32 values." in capsys.readouterr().out
+
+
+def test_a_state_that_torch_has_rounded_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = half_model()
+    first = adamw(model.parameters())
+    train(initialized(model, first), first)
+    state = first.state_dict()
+    amp.close()
+    model = half_model()
+    amp.initialize(model, opt_level="O5")
+    later = adamw(model.parameters())
+    later.load_state_dict(state)
+    train(model, later, steps=1)
+    assert "Warning:  the state of AdamW was loaded before its masters were made" in capsys.readouterr().out

@@ -35,7 +35,7 @@ from amp_engine.optimizers.fused_step import release_fused_step
 from amp_engine.optimizers.wrapped import inner_optimizers
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.beside import Master, Remainder
-from amp_engine.stepping.exact import exact_value
+from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.overflow_messages import OverflowMessages
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
@@ -75,6 +75,8 @@ class Initialized:
         self._wrappers = weakref.WeakKeyDictionary()
         # Parameters whose gradients may have any type, and the type that the user chose for them, until `release` ends.
         self._of_any_grad_dtype: list[tuple[nn.Parameter, torch.dtype | None]] = []
+        # What lies beside parameters of each model whose optimizer is gone.
+        self._left: weakref.WeakKeyDictionary[nn.Module, list[Rows]] = weakref.WeakKeyDictionary()
         # The request by which each model was initialized, for optimizers that are made later.
         self._requests: weakref.WeakKeyDictionary[nn.Module, Request] = weakref.WeakKeyDictionary()
         # Modules that a policy file keeps in FP32, until `release`.
@@ -142,7 +144,7 @@ class Initialized:
                     )
                 )
             for optimizer in optimizers:
-                self._take_in(optimizer, request, exact)
+                self._take_in(optimizer, request, exact, models)
             # `undo` restores the types from before a model's first initialization.
             for cast_model in cast_models:
                 for earlier in [m for m in self._cast_models if m.model is cast_model.model]:
@@ -254,16 +256,24 @@ class Initialized:
         optimizers = self.records.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         # Parameters with masters are FP32 in between, even if they end as half.
-        mastered = {id(p) for one in self.records.all if one.rows.kind is not None for p in one.columns.params}
+        left = self._rows_left()
+        with_masters = [one.rows for one in self.records.all if one.rows.kind is not None]
+        mastered = {id(p) for rows in (*with_masters, *left) for p in rows.columns.params}
         with ExitStack() as undo:
             undo.callback(self._release_models)
+            for rows in left:
+                undo.callback(self._release_rows, rows)
             for optimizer in reversed(optimizers):
                 undo.callback(self._let_go, optimizer)
         _warn_of_lost_hooks(
             [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
         )
 
+    def _release_rows(self, rows: Rows) -> None:
+        self._of_any_grad_dtype += rows.release()
+
     def _release_models(self) -> None:
+        self._left.clear()
         if self.records.all:  # after an interrupt masters may be left, whose exact values casts would round
             return
         remove_unused()
@@ -295,32 +305,45 @@ class Initialized:
             return None
         request = found.of_later(optimizer)
         self.refuse_known([optimizer], [])
-        exact: dict[int, Tensor] = {}
         for one in self.records.all:
             if one.rows.kind is not None and one.state is State.IDLE and not ids.isdisjoint(one.param_ids()):
-                exact |= self._hand_over(one)
+                self._replace(one)
         state = chain.from_iterable(
             optimizer.state[p].items() for p in master_params(optimizer) if p in optimizer.state
         )
         is_rounded = any(name != "step" and is_low_precision(value) for name, value in state)
-        self._take_in(optimizer, request, exact)
+        had_masters = any(next(exact_of(p), None) is not None for p in master_params(optimizer))
+        self._take_in(optimizer, request, {}, self.models)
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
         beside = [one for one in record.columns.beside if one is not None]
-        for line in report.later_optimizer(type(optimizer).__name__, len(beside), bool(exact), is_rounded):
+        for line in report.later_optimizer(type(optimizer).__name__, len(beside), had_masters, is_rounded):
             self._reporter.say(line, rank0=True)
         return record
 
-    def _hand_over(self, record: Record) -> dict[int, Tensor]:
-        """Let an optimizer go whose parameters another one steps from now on; return their FP32 values, by id."""
+    def _replace(self, record: Record) -> None:
+        """Let an optimizer go whose parameters another one steps from now on. Its masters stay for that."""
         optimizer = record.optimizer
-        values, of_any_grad_dtype = record.hand_over()
-        self._of_any_grad_dtype += of_any_grad_dtype
+        record.leave()
         remove_hooks(optimizer)
         release_fused_step(optimizer)
         apex_face.take_off(optimizer)  # lets go of the record
         self.records.remove(optimizer)
-        return values
+        _keep_with_model(weakref.ref(self), [weakref.ref(model) for model in self.models], record.rows)
+
+    def _rows_left(self) -> list[Rows]:
+        """What lies beside the models' parameters and belongs to no optimizer."""
+        return [rows for model in self.models for rows in self._left.get(model, ())]
+
+    def _take_over(self, params: Iterable[nn.Parameter]) -> dict[int, Tensor]:
+        """Return the FP32 values, by id, of masters of `params` that belong to no optimizer, and let these go."""
+        ids = set(map(id, params))
+        exact: dict[int, Tensor] = {}
+        for rows in self._rows_left():
+            values, of_any_grad_dtype = rows.hand_over(ids)
+            exact |= values
+            self._of_any_grad_dtype += of_any_grad_dtype
+        return exact
 
     def _look_at_stranger(self, optimizer: Optimizer) -> None:
         """Before the first step of an optimizer that no engine knows: take it in, or refuse it where losses are scaled.
@@ -355,8 +378,11 @@ class Initialized:
         optimizer: Optimizer,
         request: Request,
         exact: Mapping[int, Tensor],
+        models: Sequence[nn.Module],
     ) -> None:
         policy = request.policy
+        if policy.master_weights:
+            exact = {**exact, **self._take_over(master_params(optimizer))}
         # Shards are FP32 and need no masters.
         in_shards = steps_shards(optimizer)
         is_split = policy.master_weights == "split"
@@ -387,6 +413,9 @@ class Initialized:
                 raise
             if is_split or request.moment_dtype is not torch.float32:
                 record.require_kernels(request.moment_dtype)
+            if has_masters:
+                refs = [weakref.ref(model) for model in models]
+                weakref.finalize(optimizer, _keep_with_model, weakref.ref(self), refs, rows).atexit = False
         except BaseException:
             self._of_any_grad_dtype += rows.release()
             raise
@@ -404,6 +433,17 @@ class Initialized:
             self._of_any_grad_dtype += record.release(may_be_bad)
             apex_face.take_off(optimizer)  # lets go of the record
             self.records.remove(optimizer)
+
+
+def _keep_with_model(owner: weakref.ref[Initialized], models: Sequence[weakref.ref[nn.Module]], rows: Rows) -> None:
+    """Keep what lies beside parameters of an optimizer that is gone with the model that has them."""
+    initialized, params = owner(), {id(p) for p in rows.columns.params}
+    for model in filter(None, (ref() for ref in models)):
+        if initialized is not None and any(id(p) in params for p in model.parameters()):
+            rows.leave()
+            left = initialized._left.setdefault(model, [])
+            left += [rows] if rows not in left else []
+            return
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:

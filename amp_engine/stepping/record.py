@@ -878,12 +878,12 @@ class Record:
             self.complete_gradients()
         return self.rows.release()
 
-    def hand_over(self) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, torch.dtype | None]]]:
-        """Give the parameters, and their gradients, up to another optimizer; see `Rows.hand_over`."""
+    def leave(self) -> None:
+        """Let another optimizer have the parameters, with their gradients; values stay beside them."""
         self.settle()
         self.take_gradients()
         self.complete_gradients()
-        return self.rows.hand_over()
+        self.rows.leave()
 
 
 def _others(accesses: bytes) -> list[int]:

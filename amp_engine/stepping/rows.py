@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ class Rows:
         self.joined: list[nn.Parameter] = []
         self.scans = 0
         self.is_shown = False
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Callable[[], Optimizer | None] = weakref.ref(optimizer)
         self._exact: Mapping[int, Tensor] = exact or {}
         self._halves = halves
         self._known: dict[int, Beside] = {}  # by id of the parameter
@@ -169,12 +169,8 @@ class Rows:
         self._scanned = [tuple(group) for group in now]
         self.columns = _columns_of(params, known)
         self.scans += 1
-        both = list(known.values())
-        pairs = Pairs([one.param for one in both], [one.weight for one in both if isinstance(one, Master)])
-        for place, one in enumerate(both):
-            one.enter(pairs, place)
-        self.pairs = pairs
-        self._allow_float32_gradients(both, optimizer.state)
+        self._pair()
+        self._allow_float32_gradients(list(known.values()), optimizer.state)
         if self.scans > 1 and tensor_lists.any_gradient(self.columns.handle):
             before = set(map(id, earlier.params))
             self.joined += [p for p in params if id(p) not in before and p.grad is not None]
@@ -356,7 +352,11 @@ class Rows:
             The parameters whose gradients may have any type, until the caller sets their `grad_dtype`, each with the
             type that the user chose for its gradient, or None.
         """
-        self._end()
+        _KEEPING.discard(self)
+        self.hide()
+        with suppress(AmpStateError):  # a parameter that cannot have what it must get keeps its value
+            self.scan()
+        self.follow(rounds=False)
         for one in list(self._known.values()):
             param, grad = one.param, one.param.grad
             value = _value_of(one)
@@ -368,32 +368,47 @@ class Rows:
             self._of_any_grad_dtype.setdefault(id(param), (param, None))
             discard_exact(one)
             del self._known[id(param)]
-        return self._emptied()
+        self._scanned, self._frozen = [], []
+        self.pairs, self.columns = Pairs([], []), _columns_of((), {})
+        return [*self._of_any_grad_dtype.values()]
 
-    def hand_over(self) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, torch.dtype | None]]]:
-        """Give parameters up to another optimizer: they stay as they are.
+    def leave(self) -> None:
+        """Keep the values without the optimizer, which is gone, or which another one replaces."""
+        self.hide()
+        self._optimizer = _no_optimizer
+        self._keep_known()
+
+    def hand_over(self, ids: Container[int]) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, torch.dtype | None]]]:
+        """After `leave`: give up the parameters with these ids, which stay as they are, to another optimizer.
 
         Returns:
             The float32 values beside them, by the id of the parameter, and what `release` returns.
         """
-        self._end()
-        values = {id(one.param): _value_of(one) for one in self._known.values()}
-        for one in self._known.values():
-            discard_exact(one)
-        self._known = {}
-        return values, self._emptied()
-
-    def _end(self) -> None:
-        _KEEPING.discard(self)
-        self.hide()
-        with suppress(AmpStateError):  # a parameter that cannot have what it must get keeps its value
-            self.scan()
         self.follow(rounds=False)
+        given = [one for key, one in self._known.items() if key in ids]
+        values = {id(one.param): _value_of(one) for one in given}
+        for one in given:
+            discard_exact(one)
+            del self._known[id(one.param)]
+        self._keep_known()
+        allowed = self._of_any_grad_dtype
+        return values, [allowed.pop(key) for key in values if key in allowed]
 
-    def _emptied(self) -> list[tuple[nn.Parameter, torch.dtype | None]]:
+    def _keep_known(self) -> None:
         self._scanned, self._frozen = [], []
-        self.pairs, self.columns = Pairs([], []), _columns_of((), {})
-        return [*self._of_any_grad_dtype.values()]
+        self.columns = _columns_of(tuple(one.param for one in self._known.values()), self._known)
+        self._pair()
+
+    def _pair(self) -> None:
+        both = list(self._known.values())
+        pairs = Pairs([one.param for one in both], [one.weight for one in both if isinstance(one, Master)])
+        for place, one in enumerate(both):
+            one.enter(pairs, place)
+        self.pairs = pairs
+
+
+def _no_optimizer() -> None:
+    """In the place of a weak reference to an optimizer."""
 
 
 def _value_of(one: Beside) -> Tensor:

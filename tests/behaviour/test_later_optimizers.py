@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,9 +147,62 @@ def test_masters_go_on_where_an_optimizer_is_made_again(again: str) -> None:
     if again == "the first is gone":
         del first
         gc.collect()
-        before = {name: p.detach().float() for name, p in model.named_parameters()}
+        assert_bitwise(float32(model), before)
     train(model, second, steps=1)
     assert_bitwise(float32(model), before)
+
+
+def test_the_masters_that_an_optimizer_of_some_parameters_leaves_stay() -> None:
+    model = half_model()
+    first = momentum_sgd(model.parameters())
+    train(initialized(model, first), first)
+    before = float32(model)
+    second = torch.optim.SGD(list(model.parameters())[:2], lr=0.0)
+    train(model, second, steps=1)
+    assert_bitwise(float32(model), before)
+    del first, second
+    gc.collect()
+    assert_bitwise(float32(model), before)
+    third = momentum_sgd(model.parameters())
+    initialized(model, third)
+    assert_bitwise(float32(model), before)
+    del third
+    amp.close()
+    assert_bitwise(
+        {name: p.float() for name, p in model.named_parameters()}, {k: v.bfloat16().float() for k, v in before.items()}
+    )
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_saves_exact_weights_after_its_trainer_is_gone(level: str) -> None:
+    def finetuned() -> tuple[nn.Module, dict[str, Tensor]]:
+        model = MLP.model()
+        optimizer = momentum_sgd(model.parameters())
+        initialized(model, optimizer, level=level)
+        for index in range(3):
+            with amp.scale_loss(MLP.loss(model, MLP.batch(index)), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        return model, {name: master.clone() for name, master in float32(model).items()}
+
+    model, masters = finetuned()
+    gc.collect()
+    assert_bitwise(dict(model.state_dict()), masters)
+    amp.close()
+    assert_bitwise(dict(model.named_parameters()), masters)
+
+
+def test_masters_that_no_optimizer_has_go_with_their_model() -> None:
+    model = half_model()
+    optimizer = momentum_sgd(model.parameters())
+    train(initialized(model, optimizer), optimizer)
+    master = weakref.ref(next(master for _, master in amp.named_masters(model)))
+    del optimizer
+    gc.collect()
+    assert master() is not None
+    del model
+    gc.collect()
+    assert master() is None
 
 
 def test_an_earlier_optimizer_that_steps_again_gets_its_masters_back() -> None:

@@ -1,7 +1,8 @@
 """Makes docs/gpu.md of the reports under docs/gpu: `python -m tests.gpu_run.page`.
 
-`make gpu` makes such a page of its own reports. One that is to stay is put under docs/gpu, in a folder of any name: the
-files A.json and A.jsonl of part A, and so on. docs/gpu/about.md says in words what they show.
+`make gpu` makes a page of its own reports, with all their tables. One that is to stay is put under docs/gpu, in a
+folder of any name: the files A.json and A.jsonl of part A, and so on. docs/gpu/about.md says what they show, so
+docs/gpu.md has that, and a table of the reports.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     """The reports that lie in a folder and below it, the oldest first, with their rows."""
     found = []
     for path in sorted(folder.rglob("*.json")):
-        found.append({**json.loads(path.read_text()), "rows": read_rows(path.with_suffix(".jsonl"))})
+        rows = read_rows(path.with_suffix(".jsonl"))
+        found.append({**json.loads(path.read_text()), "rows": rows, "path": path.relative_to(folder.parent)})
     return sorted(found, key=lambda report: (report["about"]["date"], report["part"]))
 
 
@@ -40,9 +42,10 @@ def page(folder: Path) -> str:
     every = reports(folder)
     if not every:
         return HEAD + NOTHING
-    about = folder / "about.md"
-    words = [about.read_text()] if about.exists() else []
-    return "\n".join([HEAD, *words, table([summary(report) for report in every]), *map(section, every)])
+    summaries, about = table([summary(report) for report in every]), folder / "about.md"
+    if about.exists():
+        return "\n".join([HEAD, about.read_text(), summaries, ""])
+    return "\n".join([HEAD, summaries, *map(section, every)])
 
 
 def summary(report: dict[str, Any]) -> Row:
@@ -58,6 +61,7 @@ def summary(report: dict[str, Any]) -> Row:
         "torch": about["torch"],
         "ended well": ", ".join(stage for stage, outcome in became.items() if outcome == OK),
         "did not": ", ".join(wrong),
+        "report": f"[{report['path'].name}]({report['path']})",
     }
 
 

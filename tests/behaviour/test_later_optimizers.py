@@ -220,6 +220,18 @@ def test_an_earlier_optimizer_that_steps_again_gets_its_masters_back() -> None:
     assert_bitwise(result, float32(model))
 
 
+def test_gradients_that_an_earlier_optimizer_was_to_clip_are_clipped() -> None:
+    model = half_model()
+    first = momentum_sgd(model.parameters())
+    train(initialized(model, first), first)
+    before = float32(model)
+    MLP.loss(model, MLP.batch()).backward()
+    amp.clip_grad_norm_(first, 1e-3)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    moved = [before[name] - master for name, master in float32(model).items()]
+    assert torch.nn.utils.get_total_norm(moved) <= 1.01e-3
+
+
 def test_a_model_and_optimizer_that_are_unpickled_are_initialized_and_trained_like_new_ones() -> None:
     model = initialized(half_model())
     optimizer = momentum_sgd(model.parameters())

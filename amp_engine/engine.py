@@ -510,7 +510,7 @@ class Engine:
         params = arguments.as_parameters(given)
         if params is None:
             arguments.check_has_groups(given, function, f", {limit}")
-            clipped = clipping.of_optimizer(given.param_groups, self.records.get(inner_of(given)))
+            clipped = clipping.of_optimizer(given.param_groups, self._initialized.record_to_clip(inner_of(given)))
         else:
             clipped = clipping.of_parameters(params, self.records.all)
         for one in clipped.involved:

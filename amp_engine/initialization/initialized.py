@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +26,17 @@ from amp_engine.initialization.arguments import check_has_groups, refuse_around_
 from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.request import Request
-from amp_engine.initialization.sharded_since import refusal_of_replaced
+from amp_engine.initialization.sharded_since import refusal_of_replaced, refuse_sharded_since
 from amp_engine.levels import report
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
 from amp_engine.levels.policy import Skips
 from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import release_fused_step
-from amp_engine.optimizers.wrapped import inner_optimizers
+from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.scaling.losses import Scaling
-from amp_engine.stepping.beside import Master, Remainder
+from amp_engine.stepping.arithmetic import is_zero
+from amp_engine.stepping.beside import Beside, Master, Remainder
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.overflow_messages import OverflowMessages
 from amp_engine.stepping.pending import Pending
@@ -75,8 +77,8 @@ class Initialized:
         self._wrappers = weakref.WeakKeyDictionary()
         # Parameters whose gradients may have any type, and the type that the user chose for them, until `release` ends.
         self._of_any_grad_dtype: list[tuple[nn.Parameter, torch.dtype | None]] = []
-        # What lies beside parameters of each model whose optimizer is gone.
-        self._left: weakref.WeakKeyDictionary[nn.Module, list[Rows]] = weakref.WeakKeyDictionary()
+        # What lies beside parameters of each model, by the id of the parameter: it outlives the optimizer.
+        self._beside: weakref.WeakKeyDictionary[nn.Module, dict[int, Beside]] = weakref.WeakKeyDictionary()
         # The request by which each model was initialized, for optimizers that are made later.
         self._requests: weakref.WeakKeyDictionary[nn.Module, Request] = weakref.WeakKeyDictionary()
         # Modules that a policy file keeps in FP32, until `release`.
@@ -144,20 +146,21 @@ class Initialized:
                     )
                 )
             for optimizer in optimizers:
-                self._take_in(optimizer, request, exact, models)
+                self._take_in(optimizer, request, exact)
             # `undo` restores the types from before a model's first initialization.
             for cast_model in cast_models:
                 for earlier in [m for m in self._cast_models if m.model is cast_model.model]:
                     cast_model.take_over(earlier)
                     self._cast_models.remove(earlier)
             self._cast_models += cast_models
+            self._keep_with_models([one for of in self.records.all for one in of.columns.beside if one is not None])
         except BaseException:
             with ExitStack() as undo:  # runs all callbacks, even if one raises
                 undo.callback(put_back)
                 for cast_model in cast_models:
                     undo.callback(cast_model.remove_hooks)
                 for optimizer in optimizers:
-                    undo.callback(self._let_go, optimizer)
+                    undo.callback(self._undo_take_in, optimizer)
             raise
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # another thread removed it
@@ -197,15 +200,25 @@ class Initialized:
             return record
         stepping = inner_of(optimizer)
         if isinstance(stepping, Optimizer):
+            takes_in = takes_in and not self.records.is_rehearsal  # which puts back what would be added to it
             record = self.records.get(stepping) or (self.look_after(stepping) if takes_in else None)
         if record is None:
             raise AmpTypeError(
-                f"This {type(optimizer).__name__} was not passed to amp.initialize.  Call model, optimizer = "
+                f"This {type(optimizer).__name__} was not passed to amp.initialize, and has stepped no model of it "
+                "since, or another optimizer steps its parameters now.  Call model, optimizer = "
                 "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
             )
         if stepping is optimizer:
             return record
         self.look_after_wrapper(optimizer, stepping)  # the wrapper may have been made after `initialize`
+        return record
+
+    def record_to_clip(self, optimizer: Optimizer) -> Record | None:
+        """The record of `optimizer`, if it has one; one that was made later is looked after from here on."""
+        record = self.records.get(optimizer)
+        if record is None and isinstance(optimizer, Optimizer) and takes_hooks(optimizer) and self._has_masters:
+            self._look_at_stranger(optimizer)
+            record = self.records.get(optimizer)
         return record
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
@@ -256,30 +269,33 @@ class Initialized:
         optimizers = self.records.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         # Parameters with masters are FP32 in between, even if they end as half.
-        left = self._rows_left()
+        beside = {key: one for model in self.models for key, one in self._beside.get(model, {}).items()}
         with_masters = [one.rows for one in self.records.all if one.rows.kind is not None]
-        mastered = {id(p) for rows in (*with_masters, *left) for p in rows.columns.params}
+        mastered = {id(p) for rows in with_masters for p in rows.columns.params} | beside.keys()
         with ExitStack() as undo:
             undo.callback(self._release_models)
-            for rows in left:
-                undo.callback(self._release_rows, rows)
+            undo.callback(self._release_beside, list(beside.values()))
             for optimizer in reversed(optimizers):
                 undo.callback(self._let_go, optimizer)
         _warn_of_lost_hooks(
             [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
         )
 
-    def _release_rows(self, rows: Rows) -> None:
-        self._of_any_grad_dtype += rows.release()
+    def _release_beside(self, beside: Sequence[Beside]) -> None:
+        """Give parameters the values beside them that belong to no optimizer."""
+        for one in beside:
+            if not one.is_owned() and one in exact_of(one.param):
+                one.give_back()
+                self._of_any_grad_dtype.append((one.param, one.grad_dtype))
 
     def _release_models(self) -> None:
-        self._left.clear()
         if self.records.all:  # after an interrupt masters may be left, whose exact values casts would round
             return
         remove_unused()
         for cast_model in reversed(self._cast_models):
             cast_model.undo()
         self._cast_models.clear()
+        self._beside.clear()
         give_back([*self.kept_by_policy])
         self.kept_by_policy.clear()
         for optimizer in [*self._state_follows_cast]:
@@ -295,69 +311,86 @@ class Initialized:
     def look_after(self, optimizer: Optimizer) -> Record | None:
         """Take in an optimizer that was made after `initialize`; None if it steps no parameter of a model.
 
-        Masters start from those of an earlier optimizer of the same parameters, which is let go, or else from the
-        parameters. Raises AmpStateError for an optimizer that cannot have what the level gives.
+        Masters that are there, of an earlier optimizer, go on; if that lives, it is let go. Others start from the
+        parameters. Raises AmpStateError, with all values kept, for an optimizer that cannot have what the level gives.
         """
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        of_models = self._requests.items()
-        found = next((of for model, of in of_models if any(id(p) in ids for p in model.parameters())), None)
-        if found is None:
+        params = list(master_params(optimizer))
+        ids = set(map(id, params))
+        of_models = [(model, of) for model in self.models if (of := self._requests.get(model)) is not None]
+        mine = [(model, of) for model, of in of_models if any(id(p) in ids for p in model.parameters())]
+        if not mine:
             return None
-        request = found.of_later(optimizer)
+        request = replace(mine[0][1].of_later(optimizer), models=[model for model, _ in mine])
         self.refuse_known([optimizer], [])
-        for one in self.records.all:
-            if one.rows.kind is not None and one.state is State.IDLE and not ids.isdisjoint(one.param_ids()):
-                self._replace(one)
-        state = chain.from_iterable(
-            optimizer.state[p].items() for p in master_params(optimizer) if p in optimizer.state
-        )
-        is_rounded = any(name != "step" and is_low_precision(value) for name, value in state)
-        had_masters = any(next(exact_of(p), None) is not None for p in master_params(optimizer))
-        self._take_in(optimizer, request, {}, self.models)
+        if request.policy.master_weights:
+            refuse_sharded_since(optimizer, request.models)
+        earlier = [one for one in self.records.all if one.rows.kind is not None and one.state is State.IDLE]
+        earlier = [one for one in earlier if not ids.isdisjoint(one.param_ids())]
+        if not self._are_unscaled:
+            _refuse_gradients(optimizer, [p for p in params if not any(id(p) in one.param_ids() for one in earlier)])
+        for one in earlier:
+            self._replace(one)
+        state = chain.from_iterable(one.values() for one in optimizer.state.values() if isinstance(one, dict))
+        is_rounded = any(isinstance(value, Tensor) and is_low_precision(value) for value in state)
+        had_masters = any(next(exact_of(p), None) is not None for p in params)
+        self._take_in(optimizer, request, {})
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
         beside = [one for one in record.columns.beside if one is not None]
         for line in report.later_optimizer(type(optimizer).__name__, len(beside), had_masters, is_rounded):
-            self._reporter.say(line, rank0=True)
+            self._reporter.say_once(line)
         return record
 
     def _replace(self, record: Record) -> None:
-        """Let an optimizer go whose parameters another one steps from now on. Its masters stay for that."""
+        """Let an optimizer go whose parameters another one steps from now on."""
         optimizer = record.optimizer
         record.leave()
         remove_hooks(optimizer)
         release_fused_step(optimizer)
         apex_face.take_off(optimizer)  # lets go of the record
         self.records.remove(optimizer)
-        _keep_with_model(weakref.ref(self), [weakref.ref(model) for model in self.models], record.rows)
 
-    def _rows_left(self) -> list[Rows]:
-        """What lies beside the models' parameters and belongs to no optimizer."""
-        return [rows for model in self.models for rows in self._left.get(model, ())]
+    def _keep_with_models(self, made: Sequence[Beside] = (), gone: Sequence[Beside] = ()) -> None:
+        """Keep what lies beside parameters with the models that have these; forget what no model has any more.
 
-    def _take_over(self, params: Iterable[nn.Parameter]) -> dict[int, Tensor]:
-        """Return the FP32 values, by id, of masters of `params` that belong to no optimizer, and let these go."""
-        ids = set(map(id, params))
-        exact: dict[int, Tensor] = {}
-        for rows in self._rows_left():
-            values, of_any_grad_dtype = rows.hand_over(ids)
-            exact |= values
-            self._of_any_grad_dtype += of_any_grad_dtype
-        return exact
-
-    def _look_at_stranger(self, optimizer: Optimizer) -> None:
-        """Before the first step of an optimizer that no engine knows: take it in, or refuse it where losses are scaled.
-
-        There nobody knows the scale of its gradients.
+        Args:
+            made: of parameters that an optimizer has now.
+            gone: of parameters that an optimizer has no longer.
         """
+        known = [self._beside.get(model, {}) for model in self.models]
+        for model, kept in zip(self.models, known, strict=True):
+            ids = {id(p) for p in model.parameters()}
+            ours = (one for one in (*kept.values(), *made, *gone) if id(one.param) in ids)
+            self._beside[model] = {id(one.param): one for one in ours if one in exact_of(one.param)}
+        for one in gone:
+            if not any(id(one.param) in self._beside[model] for model in self.models) and one in exact_of(one.param):
+                one.forget()
+
+    @property
+    def _has_masters(self) -> bool:
+        """True if a model has, or may get, FP32 masters."""
+        return any(request.policy.master_weights for request in self._requests.values())
+
+    @property
+    def _are_unscaled(self) -> bool:
+        """True if no loss is scaled."""
+        return all(scaler.is_identity for scaler in self._scaling.scalers)
+
+    def _look_at_stranger(self, optimizer: Optimizer) -> bool:
+        """Before a step of an optimizer that no engine knows: take it in, or refuse it where losses are scaled.
+
+        There nobody knows the scale of its gradients. Returns False to be asked again before its next step.
+        """
+        if self.records.is_rehearsal:
+            return False
         for inner in inner_optimizers(optimizer).values():
             if (record := self.records.get(inner)) is not None:
                 if record.rows.kind is not None:
                     refuse_around_masters(optimizer, inner)
-                return
-        if all(scaler.is_identity for scaler in self._scaling.scalers):
+                return True
+        if self._are_unscaled:
             self.look_after(optimizer)
-            return
+            return True
         ids = {id(p) for p in master_params(optimizer)}
         for model, request in self._requests.items():
             for name, p in model.named_parameters() if request.policy.master_weights else ():
@@ -368,6 +401,7 @@ class Initialized:
                         f"{name} in {dtype_name(p.dtype)}, where small updates are lost.  Nothing was stepped.  "
                         f"Call amp.scale_loss(loss, optimizer) with this {kind}, or pass it to amp.initialize."
                     )
+        return True
 
     def stepped_params(self) -> list[nn.Parameter]:
         """The models' parameters that an optimizer steps, each once."""
@@ -378,18 +412,21 @@ class Initialized:
         optimizer: Optimizer,
         request: Request,
         exact: Mapping[int, Tensor],
-        models: Sequence[nn.Module],
     ) -> None:
         policy = request.policy
-        if policy.master_weights:
-            exact = {**exact, **self._take_over(master_params(optimizer))}
         # Shards are FP32 and need no masters.
         in_shards = steps_shards(optimizer)
         is_split = policy.master_weights == "split"
+        of_self = weakref.ref(self)
+
+        def keep(made: Sequence[Beside], gone: Sequence[Beside]) -> None:
+            if (initialized := of_self()) is not None:
+                initialized._keep_with_models(made, gone)
+
         if is_split:
-            rows = Rows(optimizer, Remainder, exact)
+            rows = Rows(optimizer, Remainder, exact, keep_with_models=keep)
         elif policy.master_weights and not in_shards:
-            rows = Rows(optimizer, Master, exact)
+            rows = Rows(optimizer, Master, exact, keep_with_models=keep)
         else:
             rows = Rows(optimizer, halves=request.half_weights[request.optimizers.index(optimizer)])
         has_masters = rows.kind is not None
@@ -409,16 +446,22 @@ class Initialized:
             try:
                 apex_face.put_on(optimizer, record, self.records, StepHook(record, self.records))
             except BaseException:
-                self._let_go(optimizer)
+                self._undo_take_in(optimizer)
                 raise
             if is_split or request.moment_dtype is not torch.float32:
                 record.require_kernels(request.moment_dtype)
-            if has_masters:
-                refs = [weakref.ref(model) for model in models]
-                weakref.finalize(optimizer, _keep_with_model, weakref.ref(self), refs, rows).atexit = False
         except BaseException:
-            self._of_any_grad_dtype += rows.release()
+            self._of_any_grad_dtype += rows.abandon()
             raise
+
+    def _undo_take_in(self, optimizer: Optimizer) -> None:
+        record = self.records.get(optimizer)
+        if record is not None:
+            remove_hooks(optimizer)
+            release_fused_step(optimizer)
+            self._of_any_grad_dtype += record.rows.abandon()
+            apex_face.take_off(optimizer)
+            self.records.remove(optimizer)
 
     def _let_go(self, optimizer: Optimizer) -> None:
         record = self.records.get(optimizer)
@@ -435,15 +478,15 @@ class Initialized:
             self.records.remove(optimizer)
 
 
-def _keep_with_model(owner: weakref.ref[Initialized], models: Sequence[weakref.ref[nn.Module]], rows: Rows) -> None:
-    """Keep what lies beside parameters of an optimizer that is gone with the model that has them."""
-    initialized, params = owner(), {id(p) for p in rows.columns.params}
-    for model in filter(None, (ref() for ref in models)):
-        if initialized is not None and any(id(p) in params for p in model.parameters()):
-            rows.leave()
-            left = initialized._left.setdefault(model, [])
-            left += [rows] if rows not in left else []
-            return
+def _refuse_gradients(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Raise AmpStateError if one of `params` has a gradient, but of 0, where losses are scaled. May wait."""
+    for p in params:
+        if p.grad is not None and not is_zero(p.grad):
+            raise AmpStateError(
+                f"{type(optimizer).__name__}, which was made after amp.initialize, steps a parameter of shape "
+                f"{tuple(p.shape)} with a gradient, which scaled losses may have left in it.  Call its zero_grad() "
+                "before its first amp.scale_loss."
+            )
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:

@@ -6,9 +6,11 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError
-from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, has_ranks, is_any_sharded
+from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, has_ranks, is_any_sharded, is_sharded
+from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.record import Record
 
@@ -53,4 +55,18 @@ def _text(record: Record, model: nn.Module, what: str, call: str, is_gone: bool)
     return (
         f"{what} parameters of this {type(model).__name__} since amp.initialize: {why}.  Call {call}, or what else "
         f"shards it, first, then make the {optimizer}, then call amp.initialize(model, optimizer, opt_level='O4')."
+    )
+
+
+def refuse_sharded_since(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    """Raise AmpStateError for an optimizer of shards, made after `models` were cast, where there are masters."""
+    shards = [p for group in optimizer.param_groups for p in group["params"] if is_sharded(p) and is_low_precision(p)]
+    wrapper = next((found for model in models if (found := fsdp1_around(model) or fsdp1_in(model)) is not None), None)
+    if not shards and wrapper is None:
+        return
+    name, kind = "fully_shard" if wrapper is None else type(wrapper).__name__, type(optimizer).__name__
+    raise AmpStateError(
+        f"{name} has made shards of this {type(models[0]).__name__} since amp.initialize, which get no FP32 masters, "
+        f"and {kind} would step them.  Nothing was stepped.  Call {name}(model), or what else shards it, first, then "
+        f"make the {kind}, then call amp.initialize(model, optimizer, opt_level='O4')."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from amp_engine.ground.distributed import has_ranks, is_sharded
 from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import halves, tensor_lists
 from amp_engine.kernels.formulas import Sgd
-from amp_engine.stepping.exact import Exact, exact_of, keep_exact
+from amp_engine.stepping.exact import Exact, discard_exact, exact_of, keep_exact
 
 
 class Pairs:
@@ -49,15 +49,46 @@ class Pairs:
 
 
 class Beside(Exact):
-    """Keeps the float32 value of one low-precision parameter."""
+    """Keeps the float32 value of one low-precision parameter.
 
-    __slots__ = ("_pairs", "_place", "is_loaded")
+    Attributes:
+        owner: gives the optimizer that steps it; None, or gives None, if that is gone or was replaced.
+        is_loaded: True if a checkpoint, or an earlier optimizer, gave its value before the first step.
+        grad_dtype: the type that the user chose for the gradient of the parameter; None: the parameter's.
+    """
+
+    __slots__ = ("_pairs", "_place", "grad_dtype", "is_loaded", "owner")
     _pairs: Pairs
     _place: int
 
     def __init__(self, param: nn.Parameter) -> None:
         super().__init__(param)
-        self.is_loaded = False  # True if a checkpoint gave its value before the first step
+        self.owner: Callable[[], object | None] | None = None
+        self.is_loaded = False
+        self.grad_dtype: torch.dtype | None = None
+
+    def is_owned(self) -> bool:
+        """True if an optimizer steps it."""
+        return self.owner is not None and self.owner() is not None
+
+    def give_back(self) -> None:
+        """Give the parameter the value, and its gradient that type: the end of this object."""
+        param, grad = self.param, self.param.grad
+        value = self.value() if self.in_sync() or self.counts() else param.detach().float()
+        param.grad = None
+        param.data = value
+        # torch's own: gradients have the type of the parameter.
+        param.grad_dtype = None
+        param.grad = None if grad is None else grad.to(torch.float32)
+        discard_exact(self)
+
+    def forget(self) -> None:
+        """Leave the parameter as it is, with a gradient in its own type: the end of this object."""
+        param, grad = self.param, self.param.grad
+        param.grad = None
+        param.grad_dtype = self.grad_dtype or param.dtype
+        param.grad = None if grad is None else grad.to(param.grad_dtype)
+        discard_exact(self)
 
     def enter(self, pairs: Pairs, place: int) -> None:
         """Move the marks to `pairs`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from amp_engine.ground.distributed import has_ranks, is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.beside import Adoption, Beside, Master, Pairs, Remainder, round_all
-from amp_engine.stepping.exact import discard_exact, exact_of
+from amp_engine.stepping.exact import Exact, discard_exact, exact_of, exact_value
 from amp_engine.stepping.half_weights import HalfWeights
 
 # Rows that keep FP32 values of parameters, until they are released.
@@ -91,6 +91,8 @@ class Rows:
         kind: what low-precision parameters get: Master or Remainder; None if they get nothing.
         exact: id of a parameter -> its float32 value from before the model was cast; used until `keep`.
         halves: judges low-precision parameters that get nothing; None if they are allowed.
+        keep_with_models: called with what lies beside new parameters, and with what lies beside those that left the
+            groups; keeps it with the models that have these parameters, and forgets the rest. None: nobody does.
 
     Attributes:
         columns: as of the last scan.
@@ -105,17 +107,18 @@ class Rows:
         kind: type[Master] | type[Remainder] | None = None,
         exact: Mapping[int, Tensor] | None = None,
         halves: HalfWeights | None = None,
+        keep_with_models: Callable[[Sequence[Beside], Sequence[Beside]], None] | None = None,
     ) -> None:
         self.kind = kind
         self.joined: list[nn.Parameter] = []
         self.scans = 0
         self.is_shown = False
-        self._optimizer: Callable[[], Optimizer | None] = weakref.ref(optimizer)
+        self._optimizer = weakref.ref(optimizer)
         self._exact: Mapping[int, Tensor] = exact or {}
         self._halves = halves
+        self._keep_with_models = keep_with_models
         self._known: dict[int, Beside] = {}  # by id of the parameter
-        # Parameters whose gradients may have any type, and the type that the user chose for them; None: their own.
-        self._of_any_grad_dtype: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}
+        self._taken_over: set[int] = set()  # ids of parameters that had a value beside them before
         self._frozen: list[nn.Parameter] = []  # low-precision parameters that need a master when they are trained
         self._scanned: list[tuple[nn.Parameter, ...]] = []
         self._has_followed = False
@@ -161,16 +164,26 @@ class Rows:
             return
         params = tuple(p for group in now for p in group)
         known, frozen = self._beside_each(optimizer, params)
-        for gone in (one for key, one in self._known.items() if key not in known):
-            discard_exact(gone)
-            if isinstance(gone, Master):
-                self._forbid_float32_gradients(gone.param)
+        gone = [one for key, one in self._known.items() if key not in known]
+        new = [one for key, one in known.items() if key not in self._known]
         self._known, self._frozen, earlier = known, frozen, self.columns
         self._scanned = [tuple(group) for group in now]
         self.columns = _columns_of(params, known)
         self.scans += 1
-        self._pair()
-        self._allow_float32_gradients(list(known.values()), optimizer.state)
+        both = list(known.values())
+        pairs = Pairs([one.param for one in both], [one.weight for one in both if isinstance(one, Master)])
+        for place, one in enumerate(both):
+            one.enter(pairs, place)
+        self.pairs = pairs
+        self._allow_float32_gradients(both, optimizer.state)
+        for one in new:
+            one.owner = self._optimizer
+        for one in gone:
+            one.owner = None
+            if self._keep_with_models is None:
+                one.forget()
+        if self._keep_with_models is not None and (new or gone):
+            self._keep_with_models(new, gone)
         if self.scans > 1 and tensor_lists.any_gradient(self.columns.handle):
             before = set(map(id, earlier.params))
             self.joined += [p for p in params if id(p) not in before and p.grad is not None]
@@ -198,7 +211,7 @@ class Rows:
             elif not p.requires_grad and self.makes_masters:
                 frozen.append(p)
             elif id(p) not in known:
-                if next(exact_of(p), None) is not None:
+                if any(isinstance(one, Beside) and one.is_owned() for one in exact_of(p)):
                     raise AmpStateError(
                         f"A {p.dtype} parameter of shape {tuple(p.shape)} is stepped by two optimizers, the second is "
                         f"this {type(optimizer).__name__}: each would keep FP32 weights of its own.  Give the "
@@ -207,34 +220,40 @@ class Rows:
                 known[id(p)] = None  # type: ignore[assignment]  # keeps its place in the order
                 new.append(p)
         made: list[Beside] = []
+        earlier = [next(exact_of(p), None) for p in new]
         try:
-            for p in new:
-                assert self.kind is not None
-                made.append(self.kind(p, self._exact.get(id(p))))
-                known[id(p)] = made[-1]
+            for p, one_before in zip(new, earlier, strict=True):
+                known[id(p)] = self._beside(p, one_before)
+                if known[id(p)] is not one_before:
+                    made.append(known[id(p)])
         except BaseException:
             for one in made:
                 discard_exact(one)
             raise
+        for p, one_before in zip(new, earlier, strict=True):
+            if one_before is not None:
+                known[id(p)].is_loaded = True
+                self._taken_over.add(id(p))
+                if known[id(p)] is not one_before:
+                    discard_exact(one_before)
         return known, frozen
+
+    def _beside(self, param: nn.Parameter, earlier: Exact | None) -> Beside:
+        """Return what lies beside a new parameter: what an earlier optimizer left, if it is of this kind."""
+        assert self.kind is not None
+        if earlier is None:
+            return self.kind(param, self._exact.get(id(param)))
+        return earlier if isinstance(earlier, self.kind) else self.kind(param, exact_value(param))
 
     def _allow_float32_gradients(self, both: Sequence[Beside], state: dict[Any, Any]) -> None:
         """Let FP32 gradients into parameters of masters, and widen state from before."""
         for one in both:
             param = one.param
-            if isinstance(one, Master) and param.grad_dtype is not None:
-                chosen = None if param.grad_dtype == param.dtype else param.grad_dtype
-                self._of_any_grad_dtype.setdefault(id(param), (param, chosen))
-                param.grad_dtype = None
+            if param.grad_dtype is not None:
+                one.grad_dtype = None if param.grad_dtype == param.dtype else param.grad_dtype
+                param.grad_dtype = None if isinstance(one, Master) else param.grad_dtype
             if one.param in state and self.scans == 1:
                 state[one.param] = _widened(state[one.param])
-
-    def _forbid_float32_gradients(self, param: nn.Parameter) -> None:
-        """Give the gradient of a parameter that is no longer stepped its own type again."""
-        chosen = self._of_any_grad_dtype.pop(id(param), (param, None))[1] or param.dtype
-        grad, param.grad = param.grad, None
-        param.grad_dtype = chosen
-        param.grad = None if grad is None else grad.to(chosen)
 
     def look_at_types(self) -> None:
         """Note which parameters are low-precision, if that matters. Loops over all of them."""
@@ -357,62 +376,37 @@ class Rows:
         with suppress(AmpStateError):  # a parameter that cannot have what it must get keeps its value
             self.scan()
         self.follow(rounds=False)
+        released = []
         for one in list(self._known.values()):
-            param, grad = one.param, one.param.grad
-            value = _value_of(one)
-            param.grad = None
-            param.data = value
-            # torch's own: gradients have the type of the parameter.
-            param.grad_dtype = None
-            param.grad = None if grad is None else grad.to(torch.float32)
-            self._of_any_grad_dtype.setdefault(id(param), (param, None))
-            discard_exact(one)
-            del self._known[id(param)]
-        self._scanned, self._frozen = [], []
-        self.pairs, self.columns = Pairs([], []), _columns_of((), {})
-        return [*self._of_any_grad_dtype.values()]
+            one.give_back()
+            released.append((one.param, one.grad_dtype))
+            del self._known[id(one.param)]
+        self._empty()
+        return released
 
     def leave(self) -> None:
-        """Keep the values without the optimizer, which is gone, or which another one replaces."""
+        """Let another optimizer have the parameters: what lies beside them stays with the models."""
         self.hide()
-        self._optimizer = _no_optimizer
-        self._keep_known()
-
-    def hand_over(self, ids: Container[int]) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, torch.dtype | None]]]:
-        """After `leave`: give up the parameters with these ids, which stay as they are, to another optimizer.
-
-        Returns:
-            The float32 values beside them, by the id of the parameter, and what `release` returns.
-        """
         self.follow(rounds=False)
-        given = [one for key, one in self._known.items() if key in ids]
-        values = {id(one.param): _value_of(one) for one in given}
-        for one in given:
+        for one in self._known.values():
+            one.owner = None
+        self._known = {}
+        self._empty()
+
+    def abandon(self) -> list[tuple[nn.Parameter, torch.dtype | None]]:
+        """Undo `keep`: discard what it made, and leave what it took over. Returns what `release` does."""
+        made = [one for key, one in self._known.items() if key not in self._taken_over]
+        self.leave()
+        for one in made:
             discard_exact(one)
-            del self._known[id(one.param)]
-        self._keep_known()
-        allowed = self._of_any_grad_dtype
-        return values, [allowed.pop(key) for key in values if key in allowed]
+        if self._keep_with_models is not None:
+            self._keep_with_models([], [])
+        return [(one.param, one.grad_dtype) for one in made]
 
-    def _keep_known(self) -> None:
-        self._scanned, self._frozen = [], []
-        self.columns = _columns_of(tuple(one.param for one in self._known.values()), self._known)
-        self._pair()
-
-    def _pair(self) -> None:
-        both = list(self._known.values())
-        pairs = Pairs([one.param for one in both], [one.weight for one in both if isinstance(one, Master)])
-        for place, one in enumerate(both):
-            one.enter(pairs, place)
-        self.pairs = pairs
-
-
-def _no_optimizer() -> None:
-    """In the place of a weak reference to an optimizer."""
-
-
-def _value_of(one: Beside) -> Tensor:
-    return one.value() if one.in_sync() or one.counts() else one.param.detach().float()
+    def _empty(self) -> None:
+        _KEEPING.discard(self)
+        self._scanned, self._frozen, self._adoption = [], [], None
+        self.pairs, self.columns = Pairs([], []), _columns_of((), {})
 
 
 def _rename(optimizer: Optimizer, to: Mapping[int, nn.Parameter]) -> None:

@@ -50,13 +50,15 @@ CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
 # Optimizer -> its StepHook, for every optimizer of an engine.
 _HOOKS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepHook]] = weakref.WeakKeyDictionary()
 _HANDLES: list[RemovableHandle] = []  # the handle of `_before_hooks`, while _HOOKS or _OWNERS have entries
-# Called with an optimizer that no engine knows, before its first step: may have an engine know it, or raise.
-_OWNERS: weakref.WeakKeyDictionary[Any, Callable[[Any, Optimizer], None]] = weakref.WeakKeyDictionary()
-_STRANGERS: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that were let through
+# Called with an optimizer that no engine knows, before its step: may have an engine know it, or raise; returns False to
+# be called again before the next step of the same parameters.
+_OWNERS: weakref.WeakKeyDictionary[Any, Callable[[Any, Optimizer], bool]] = weakref.WeakKeyDictionary()
+# Optimizers that were let through -> how many parameters they had.
+_STRANGERS: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def look_at_strangers(owner: Any, look: Callable[[Any, Optimizer], None]) -> None:
-    """Call `look(owner, optimizer)` before the first step of each optimizer that no engine knows."""
+def look_at_strangers(owner: Any, look: Callable[[Any, Optimizer], bool]) -> None:
+    """Call `look(owner, optimizer)` before a step of each optimizer that no engine knows, until it returns True."""
     _OWNERS[owner] = look
     _STRANGERS.clear()
     _look_first()
@@ -70,14 +72,17 @@ def let_strangers_be(owner: Any) -> None:
 
 def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Global pre-hook. torch runs it before the optimizer's own hooks, so it may still change their order."""
-    if torch.compiler.is_compiling():
-        return
-    if optimizer not in _HOOKS and optimizer not in _STRANGERS:
-        for owner, look in list(_OWNERS.items()):
-            if optimizer not in _HOOKS:
-                look(owner, optimizer)
-        if optimizer not in _HOOKS:
-            _STRANGERS.add(optimizer)
+    _look_before(optimizer)
+
+
+@disable_dynamo
+def _look_before(optimizer: Optimizer) -> None:
+    if optimizer not in _HOOKS:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if _STRANGERS.get(optimizer) != count:
+            is_done = [look(owner, optimizer) for owner, look in list(_OWNERS.items()) if optimizer not in _HOOKS]
+            if optimizer not in _HOOKS and all(is_done):
+                _STRANGERS[optimizer] = count
     ref = _HOOKS.get(optimizer)
     if ref is not None and (hook := ref()) is not None:
         hook.before_hooks(optimizer)

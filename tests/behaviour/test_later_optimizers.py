@@ -232,6 +232,163 @@ def test_gradients_that_an_earlier_optimizer_was_to_clip_are_clipped() -> None:
     assert torch.nn.utils.get_total_norm(moved) <= 1.01e-3
 
 
+@pytest.mark.parametrize("again", ["replaced", "gone", "passed"])
+def test_a_parameter_that_is_frozen_meanwhile_keeps_its_master(again: str) -> None:
+    model = half_model()
+    first = momentum_sgd(model.parameters())
+    train(initialized(model, first), first)
+    before = float32(model)
+    frozen = next(model.parameters()).requires_grad_(False)
+    if again == "gone":
+        del first
+        gc.collect()
+    second = torch.optim.SGD(model.parameters(), lr=0.0)
+    if again == "passed":
+        del first
+        initialized(model, second)
+    train(model, second, steps=1)
+    assert_bitwise(float32(model), before)
+    frozen.requires_grad_(True)
+    train(model, second, steps=1)
+    assert_bitwise(float32(model), before)
+
+
+def test_an_optimizer_that_is_refused_takes_no_masters_away() -> None:
+    model = initialized(half_model(), master_weights="split")
+    first = adamw(model.parameters())
+    train(model, first)
+    before = float32(model)
+    float16 = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    refused = adamw([*model.parameters(), float16])
+    float16.grad = torch.ones_like(float16)
+    with pytest.raises(AmpStateError, match="has no split master"):
+        refused.step()
+    assert_bitwise(float32(model), before)
+    train(model, first)
+    assert not amp.last_step(first).skipped
+
+
+def test_an_initialize_that_is_refused_takes_no_masters_away() -> None:
+    model = initialized(half_model())
+    train(model, momentum_sgd(model.parameters()))
+    gc.collect()
+    before = float32(model)
+    with pytest.raises(AmpStateError, match="is stepped by two optimizers"):
+        initialized(model, [momentum_sgd(model.parameters()), momentum_sgd(model[0].parameters())])
+    assert_bitwise(float32(model), before)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=1)
+    assert_bitwise(float32(model), before)
+
+
+def test_masters_of_several_models_stay_with_each() -> None:
+    models = MLP.model(0), MLP.model(1)
+    for model in models:
+        amp.initialize(model.to(torch.bfloat16), opt_level="O5", verbosity=0)
+    optimizer = momentum_sgd([p for model in models for p in model.parameters()])
+    for model in models:
+        MLP.loss(model, MLP.batch()).backward()
+    optimizer.step()
+    before = float32(models[1])
+    del optimizer, models
+    gc.collect()
+    assert_bitwise(float32(model), before)
+
+
+def test_parameters_that_join_an_optimizer_get_the_masters_that_another_one_left() -> None:
+    model = initialized(half_model())
+    train(model, momentum_sgd(model[0].parameters()))
+    gc.collect()
+    before = float32(model[0])
+    later = torch.optim.SGD(model[2].parameters(), lr=0.0)
+    train(model, later, steps=1)
+    later.add_param_group({"params": list(model[0].parameters())})
+    train(model, later, steps=1)
+    assert_bitwise(float32(model[0]), before)
+
+
+def test_one_whose_parameters_join_after_its_first_step_is_looked_after() -> None:
+    model = initialized(half_model())
+    other = nn.Parameter(torch.ones(3))
+    optimizer = momentum_sgd([other])
+    other.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model.parameters())})
+    train(model, optimizer)
+    assert len(list(amp.named_masters(model))) == len(list(model.parameters()))
+    assert amp.last_step(optimizer).is_known
+
+
+def test_a_rehearsal_before_its_first_step_leaves_it_as_it_was() -> None:
+    model = initialized(half_model())
+    optimizer = momentum_sgd(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    amp.find_overflow(lambda: train(model, optimizer, steps=1))
+    assert_bitwise(model.state_dict(), before)
+    assert not optimizer.state
+    train(model, optimizer)
+    assert not amp.last_step(optimizer).skipped
+
+
+def test_clipping_looks_after_it() -> None:
+    results = []
+    for passes in (True, False):
+        model = half_model()
+        optimizer = momentum_sgd(model.parameters())
+        initialized(model, optimizer if passes else None)
+        for index in range(3):
+            MLP.loss(model, MLP.batch(index)).backward()
+            amp.clip_grad_norm_(optimizer, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(float32(model))
+        amp.close()
+    assert_bitwise(*results)
+
+
+def test_a_compiled_step_is_looked_after(dynamo: None) -> None:
+    model = initialized(half_model())
+    optimizer = momentum_sgd(model.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    for index in range(2):
+        MLP.loss(model, MLP.batch(index)).backward()
+        step()
+        optimizer.zero_grad()
+    assert len(list(amp.named_masters(model))) == len(list(model.parameters()))
+    assert not amp.last_step(optimizer).skipped
+
+
+def test_where_losses_are_scaled_gradients_of_unknown_scale_are_refused() -> None:
+    model = initialized(MLP.model(), level="O2", loss_scale=64.0)
+    first = momentum_sgd(model.parameters())
+    with amp.scale_loss(MLP.loss(model, MLP.batch()), first, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    del first
+    gc.collect()
+    second = momentum_sgd(model.parameters())
+    with pytest.raises(AmpStateError, match=r"Call its zero_grad\(\) before its first amp.scale_loss"):
+        amp.scale_loss(MLP.loss(model, MLP.batch()), second)
+    second.zero_grad()
+    with amp.scale_loss(MLP.loss(model, MLP.batch()), second) as scaled_loss:
+        scaled_loss.backward()
+    second.step()
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "AdamW"])
+def test_optimizers_that_are_replaced_leave_nothing(kind: str) -> None:
+    model = initialized(half_model())
+    optimizers = [KINDS[kind](model.parameters()) for _ in range(4)]
+    for optimizer in optimizers:
+        train(model, optimizer, steps=2)
+    gone = [weakref.ref(optimizer) for optimizer in optimizers]
+    params = [weakref.ref(p) for p in model.parameters()]
+    del optimizer, optimizers
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+    del model
+    gc.collect()
+    assert [ref() for ref in params] == [None] * len(params)
+
+
 def test_a_model_and_optimizer_that_are_unpickled_are_initialized_and_trained_like_new_ones() -> None:
     model = initialized(half_model())
     optimizer = momentum_sgd(model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from amp_engine import amp
+from amp_engine import AmpStateError, amp
 from tests.models import MLP
 from tests.ranks import on_ranks
 from tests.support import MASTER_LEVELS, assert_bitwise, backward, masters, momentum_sgd
@@ -113,3 +115,42 @@ def test_masters_start_from_half_values_unless_they_were_loaded(
     assert_bitwise(started, [p.detach().to(half).float() for p in MLP.model(0).parameters()])
     loaded = ranks[1][level, name, "load", "nothing"][0]
     assert_bitwise(loaded, [p.detach() for p in MLP.model(7).parameters()])
+
+
+def replaced(rank: int) -> dict[str, Any]:
+    """A model whose second optimizer, with a rate of 0, is made after the first has trained it, or is gone."""
+    results: dict[str, Any] = {}
+    for first_lives in (True, False):
+        model = MLP.model().to(torch.bfloat16)
+        amp.initialize(model, opt_level="O5", verbosity=0)
+        ddp = DistributedDataParallel(model)
+        first = momentum_sgd(model.parameters())
+        for optimizer in (first, torch.optim.SGD(model.parameters(), lr=0.0)):
+            for index in range(2):
+                MLP.loss(ddp, MLP.batch(2 * index + rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results[f"{first_lives} {optimizer is first}"] = [m.clone() for _, m in amp.named_masters(model)]
+            if optimizer is first and not first_lives:
+                del first, optimizer
+                gc.collect()
+                first = None
+        amp.close()
+        del ddp
+    model = MLP.model().to(torch.bfloat16)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    fully_shard(model)
+    MLP.loss(model, MLP.batch()).backward()
+    try:
+        momentum_sgd(model.parameters()).step()
+    except AmpStateError as error:
+        results["sharded since"] = str(error)
+    return results
+
+
+def test_an_optimizer_that_replaces_another_one_goes_on_from_its_masters() -> None:
+    ours, theirs = on_ranks(replaced, 2)
+    assert_bitwise(ours, theirs)
+    for first_lives in (True, False):
+        assert_bitwise(ours[f"{first_lives} False"], ours[f"{first_lives} True"])
+    assert "fully_shard has made shards of this" in ours["sharded since"]

@@ -1,6 +1,6 @@
 """Messages go to the logger `amp_engine`, and from there to stdout as plain lines unless the application changes that.
 
-An application configures the logger before amp_engine is imported or later; docs/explaining.md says how.
+An application configures the logger before amp_engine is imported or later; docs/receipt.md says how.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ class Initialized:
         for one in beside:
             if not one.is_owned() and one in exact_of(one.param):
                 one.give_back()
-                self._of_any_grad_dtype.append((one.param, one.grad_dtype))
+                self._of_any_grad_dtype.append((one.param, one.chosen_grad_dtype))
 
     def _release_models(self) -> None:
         if self.records.all:  # after an interrupt masters may be left, whose exact values casts would round

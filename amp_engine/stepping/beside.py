@@ -54,10 +54,10 @@ class Beside(Exact):
     Attributes:
         owner: gives the optimizer that steps it; None, or gives None, if that is gone or was replaced.
         is_loaded: True if a checkpoint, or an earlier optimizer, gave its value before the first step.
-        grad_dtype: the type that the user chose for the gradient of the parameter; None: the parameter's.
+        chosen_grad_dtype: the type that the user chose for the gradient of the parameter; None: the parameter's.
     """
 
-    __slots__ = ("_pairs", "_place", "grad_dtype", "is_loaded", "owner")
+    __slots__ = ("_pairs", "_place", "chosen_grad_dtype", "is_loaded", "owner")
     _pairs: Pairs
     _place: int
 
@@ -65,7 +65,7 @@ class Beside(Exact):
         super().__init__(param)
         self.owner: Callable[[], object | None] | None = None
         self.is_loaded = False
-        self.grad_dtype: torch.dtype | None = None
+        self.chosen_grad_dtype: torch.dtype | None = None
 
     def is_owned(self) -> bool:
         """True if an optimizer steps it."""
@@ -86,7 +86,7 @@ class Beside(Exact):
         """Leave the parameter as it is, with a gradient in its own type: the end of this object."""
         param, grad = self.param, self.param.grad
         param.grad = None
-        param.grad_dtype = self.grad_dtype or param.dtype
+        param.grad_dtype = self.chosen_grad_dtype or param.dtype
         param.grad = None if grad is None else grad.to(param.grad_dtype)
         discard_exact(self)
 

@@ -250,7 +250,7 @@ class Rows:
         for one in both:
             param = one.param
             if param.grad_dtype is not None:
-                one.grad_dtype = None if param.grad_dtype == param.dtype else param.grad_dtype
+                one.chosen_grad_dtype = None if param.grad_dtype == param.dtype else param.grad_dtype
                 param.grad_dtype = None if isinstance(one, Master) else param.grad_dtype
             if one.param in state and self.scans == 1:
                 state[one.param] = _widened(state[one.param])
@@ -379,7 +379,7 @@ class Rows:
         released = []
         for one in list(self._known.values()):
             one.give_back()
-            released.append((one.param, one.grad_dtype))
+            released.append((one.param, one.chosen_grad_dtype))
             del self._known[id(one.param)]
         self._empty()
         return released
@@ -401,7 +401,7 @@ class Rows:
             discard_exact(one)
         if self._keep_with_models is not None:
             self._keep_with_models([], [])
-        return [(one.param, one.grad_dtype) for one in made]
+        return [(one.param, one.chosen_grad_dtype) for one in made]
 
     def _empty(self) -> None:
         _KEEPING.discard(self)

@@ -76,7 +76,7 @@ def test_another_major_version_of_cuda_is_named_and_not_built():
         ),
         ({"torch": fake_torch("13.0")}, ["cpu", "none"], "no nvcc was found: install the CUDA toolkit 13.0"),
         ({"torch": fake_torch("13.0"), "compiler": None}, ["none"], "no C++ compiler was found: install g++"),
-        ({"torch": None}, ["none"], "no torch was found to build against: install torch"),
+        ({"torch": None}, ["none"], "the build saw no torch: it has to be installed before"),
     ],
 )
 def test_what_is_missing_is_named_and_never_an_error(there, modes, why):
@@ -105,7 +105,7 @@ def test_switched_off_is_the_reason_also_where_nothing_could_be_built():
         ("cuda", {"torch": fake_torch("13.0")}, "install the CUDA toolkit 13.0"),
         ("cuda", {"torch": fake_torch("12.8"), "toolkit": TOOLKIT}, "install the CUDA toolkit 12.8"),
         ("cpu", {"torch": fake_torch(), "compiler": None}, r"install g\+\+, or set CXX"),
-        ("cpu", {"torch": None}, "install torch"),
+        ("cpu", {"torch": None}, "the build saw no torch: it has to be installed before"),
     ],
 )
 def test_forced_and_impossible_says_what_to_install(forced, there, remedy):
@@ -289,13 +289,21 @@ def test_the_digest_tells_of_each_change_of_the_sources(tmp_path):
     assert digest(tmp_path) != first
 
 
+def test_the_command_that_compiles_is_of_pip_or_else_of_uv():
+    assert _native.install(is_clone=True, has_pip=True) == f"pip install --no-deps --editable {ROOT}"
+    assert _native.install(is_clone=False, has_pip=False) == (
+        "uv pip install setuptools ninja && uv pip install --no-build-isolation --no-deps --force-reinstall . "
+        "(in the clone of amp_engine)"
+    )
+
+
 @pytest.mark.usefixtures("switched_on")
 def test_nothing_built_says_why():
     module, reason = _native.load(
         _native.EXTENSION, {"mode": "none", "torch": None, "reason": "no C++ compiler was found: install g++"}
     )
     assert module is None
-    assert reason == f"nothing was compiled: no C++ compiler was found: install g++; then run: {_native.INSTALL}"
+    assert reason == f"no C++ compiler was found: install g++; run: {_native.INSTALL}"
 
 
 @pytest.mark.usefixtures("switched_on")

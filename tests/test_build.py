@@ -3,7 +3,9 @@
 import importlib.util
 import os
 import re
+import shutil
 import stat
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -379,6 +381,25 @@ def test_the_workflow_runs_each_part_of_ci():
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     listed = re.search(r"part: \[(.*)\]", workflow)[1].split(", ") + re.findall(r"run: \.ci/run (\w+)", workflow)
     assert sorted(listed) == sorted(parts)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "extras"),
+    [
+        ("tests/test_cases.py", set()),
+        ("tests/test_demo.py::test_x -k y", {"demo"}),
+        ("tests/zoo/test_sample.py", {"zoo"}),
+        ("tests/tools", {"demo", "zoo"}),
+        ("", {"demo", "zoo"}),
+    ],
+)
+def test_make_installs_for_one_file_of_tests_only_what_it_needs(arguments, extras):
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    command = ["make", "--always-make", "--dry-run", "test", f"ARGS={arguments}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert set(re.findall(r"amp_engine\[(\w+)\]", done.stdout)) == extras
+    assert '--editable ".[test]"' in done.stdout
 
 
 def test_a_package_index_is_given_no_link_that_leads_nowhere(monkeypatch):

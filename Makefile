@@ -1,5 +1,6 @@
 # Each command works from a bare clone: it makes .venv, installs into it, and runs.
 #   PYTHON=python3.12 make test         another interpreter for .venv
+#   make test ARGS=tests/test_engine.py one file; only what it needs is installed
 #   make test ARGS="-k resume"          arguments for pytest, for the demo, or names of clients
 #   make test ARGS=tests                the tests that `make test` leaves out, too
 #   make test ARGS="--cases values"     even fewer cases: each value of each parameter once; "--cases one": one per test
@@ -39,13 +40,18 @@ SHELL := /bin/bash
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: $(INSTALLED)  ## train two small models at every level; the table, build/demo/curves.png
+demo: .venv/.extra-demo  ## train two small models at every level; the table, build/demo/curves.png
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: $(INSTALLED)  ## run the quick tests of the core; with ARGS, such as "-k resume" or tests/tools, what it names, with each pair of values of parameters
+# A test file that is named needs the extra `test` alone, but for these; else all that some file needs is installed.
+DRAWING := tests/test_demo.py tests/test_docs.py tests/test_evidence.py tests/tools/telemetry/test_gradient_histogram.py
+FILES = $(filter tests/%.py,$(subst ::, ,$(ARGS)))
+TEST_EXTRAS = $(if $(FILES),$(if $(filter $(DRAWING),$(FILES)),demo) $(if $(filter tests/zoo/%,$(FILES)),zoo),demo zoo)
+
+test: $(INSTALLED) $(TEST_EXTRAS:%=.venv/.extra-%)  ## run the quick tests of the core; with ARGS, such as "-k resume" or tests/tools, what it names, with each pair of values of parameters
 	$(BIN)/$(PYTEST) $(or $(ARGS),$(QUICK))
 
-test-all: $(INSTALLED)  ## run the tests in all cases, before a release
+test-all: .venv/.extra-demo .venv/.extra-zoo  ## run the tests in all cases, before a release
 	$(BIN)/$(PYTEST) --cases all $(ARGS)
 
 fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTorch; ARGS="--sequences 20000 --seed 0 --minutes 60"
@@ -64,8 +70,7 @@ bench: $(INSTALLED)  ## time step, host, diagnosis, casts and training: step.jso
 	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
 	$(BIN)/python -m tests.benchmarks.train $(ARGS)
 
-evidence: $(INSTALLED)  ## train 4 small models from 10 seeds at each level, compare with FP32: docs/evidence.md; ARGS="--seeds 2 --tasks digits" as a try
-	$(BIN)/python -c "import mnist1d" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[evidence]"
+evidence: .venv/.extra-evidence  ## train 4 small models from 10 seeds at each level, compare with FP32: docs/evidence.md; ARGS="--seeds 2 --tasks digits" as a try
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.evidence --workers $(WORKERS) $(ARGS)
 
 clients: $(INSTALLED)  ## train through programs that call apex, unmodified, and amp_engine.integrations, in build/clients
@@ -81,7 +86,7 @@ build/zoo/.installed: tests/zoo/requirements.txt
 	touch $@
 
 # mkdocs-material would print that a mkdocs 2 may come, which needs no action.
-site: $(INSTALLED)  ## the docs as a website, in build/site/index.html; a link that leads nowhere is an error
+site: .venv/.extra-docs  ## the docs as a website, in build/site/index.html; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --config-file .ci/site/mkdocs.yml
 
 # One release of each minor version, oldest first: the wheel fits all releases of each minor version.
@@ -90,13 +95,13 @@ dist: export AMP_ENGINE_BUILD := $(or $(AMP_ENGINE_BUILD),cpu)
 dist:  ## for a release, half an hour: the sdist and a wheel for all of DIST_TORCHES, tried on the first and the last, in dist; AMP_ENGINE_BUILD=cuda where nvcc is
 	$(PYTHON) -m tests.wheels $(DIST_TORCHES) $(ARGS)
 
-lint: $(INSTALLED)  ## check format, rules and types
+lint: .venv/.extra-lint  ## check format, rules and types
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
-format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
+format: .venv/.extra-lint  ## rewrite the sources as `make lint` wants them
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
 
@@ -126,7 +131,7 @@ ifeq ($(origin PYTHON),command line)
 GPU_PYTHON := $(PYTHON)
 else
 GPU_PYTHON := $(BIN)/python
-gpu: $(INSTALLED)
+gpu: .venv/.extra-demo .venv/.extra-zoo
 endif
 gpu:  ## on a machine with a GPU: test and measure, PART=A, B, C or D, each within ten minutes; reports to OUT or build/gpu. GPU=simulator: tried out on the CPU
 	$(GPU_PYTHON) -m tests.gpu_run --out $(or $(OUT),build/gpu) $(PART:%=--part %) $(if $(filter simulator,$(GPU)),--simulate) $(ARGS)
@@ -148,6 +153,11 @@ $(INSTALLED): pyproject.toml $(NATIVE)
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	rm -f .venv/.installed*
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[demo,docs,lint,test,zoo]"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	-$(BIN)/python -m amp_engine info
+	touch $@
+
+# An extra of pyproject.toml. It is asked of the installation, since pip would compile the clone again.
+.venv/.extra-%: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet "amp_engine[$*]"
 	touch $@

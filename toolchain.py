@@ -46,7 +46,9 @@ def find_toolkit() -> Toolkit | None:
 def best_mode(torch: ModuleType | None, compiler: str | None, toolkit: Toolkit | None) -> tuple[str, str | None]:
     """The best of MODES that can be built, and what a better one needs."""
     if torch is None:
-        return "none", "no torch was found to build against: install torch"
+        return "none", (
+            "the build saw no torch: it has to be installed before, and uv hides it without --no-build-isolation"
+        )
     if compiler is None:
         return "none", "no C++ compiler was found: install g++, or set CXX"
     cuda = torch.version.cuda

@@ -299,6 +299,8 @@ class Engine:
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
             self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, request.skips)
             self.function_casts.follow(decided, allow_banned, verbosity == 2, everywhere=request.casts_everywhere)
+            for reason in arguments.missing_kernels(request.models):
+                self.reporter.say_once(report.missing_kernels(reason))
             if emulated:
                 self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
             for line in notes:

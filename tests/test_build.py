@@ -3,7 +3,9 @@
 import importlib.util
 import os
 import re
+import shutil
 import stat
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -76,7 +78,7 @@ def test_another_major_version_of_cuda_is_named_and_not_built():
         ),
         ({"torch": fake_torch("13.0")}, ["cpu", "none"], "no nvcc was found: install the CUDA toolkit 13.0"),
         ({"torch": fake_torch("13.0"), "compiler": None}, ["none"], "no C++ compiler was found: install g++"),
-        ({"torch": None}, ["none"], "no torch was found to build against: install torch"),
+        ({"torch": None}, ["none"], "the build saw no torch: it has to be installed before"),
     ],
 )
 def test_what_is_missing_is_named_and_never_an_error(there, modes, why):
@@ -105,7 +107,7 @@ def test_switched_off_is_the_reason_also_where_nothing_could_be_built():
         ("cuda", {"torch": fake_torch("13.0")}, "install the CUDA toolkit 13.0"),
         ("cuda", {"torch": fake_torch("12.8"), "toolkit": TOOLKIT}, "install the CUDA toolkit 12.8"),
         ("cpu", {"torch": fake_torch(), "compiler": None}, r"install g\+\+, or set CXX"),
-        ("cpu", {"torch": None}, "install torch"),
+        ("cpu", {"torch": None}, "the build saw no torch: it has to be installed before"),
     ],
 )
 def test_forced_and_impossible_says_what_to_install(forced, there, remedy):
@@ -289,13 +291,21 @@ def test_the_digest_tells_of_each_change_of_the_sources(tmp_path):
     assert digest(tmp_path) != first
 
 
+def test_the_command_that_compiles_is_of_pip_or_else_of_uv():
+    assert _native.install(is_clone=True, has_pip=True) == f"pip install --no-deps --editable {ROOT}"
+    assert _native.install(is_clone=False, has_pip=False) == (
+        "uv pip install setuptools ninja && uv pip install --no-build-isolation --no-deps --force-reinstall . "
+        "(in the clone of amp_engine)"
+    )
+
+
 @pytest.mark.usefixtures("switched_on")
 def test_nothing_built_says_why():
     module, reason = _native.load(
         _native.EXTENSION, {"mode": "none", "torch": None, "reason": "no C++ compiler was found: install g++"}
     )
     assert module is None
-    assert reason == f"nothing was compiled: no C++ compiler was found: install g++; then run: {_native.INSTALL}"
+    assert reason == f"no C++ compiler was found: install g++; run: {_native.INSTALL}"
 
 
 @pytest.mark.usefixtures("switched_on")
@@ -371,6 +381,25 @@ def test_the_workflow_runs_each_part_of_ci():
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     listed = re.search(r"part: \[(.*)\]", workflow)[1].split(", ") + re.findall(r"run: \.ci/run (\w+)", workflow)
     assert sorted(listed) == sorted(parts)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "extras"),
+    [
+        ("tests/test_cases.py", set()),
+        ("tests/test_demo.py::test_x -k y", {"demo"}),
+        ("tests/zoo/test_sample.py", {"zoo"}),
+        ("tests/tools", {"demo", "zoo"}),
+        ("", {"demo", "zoo"}),
+    ],
+)
+def test_make_installs_for_one_file_of_tests_only_what_it_needs(arguments, extras):
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    command = ["make", "--always-make", "--dry-run", "test", f"ARGS={arguments}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert set(re.findall(r"amp_engine\[(\w+)\]", done.stdout)) == extras
+    assert '--editable ".[test]"' in done.stdout
 
 
 def test_a_package_index_is_given_no_link_that_leads_nowhere(monkeypatch):

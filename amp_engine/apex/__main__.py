@@ -4,7 +4,8 @@
     python -m amp_engine.apex [--replace] [--no-children] -m package.module [arguments]
     python -m amp_engine.apex [--replace] [--no-children] -c code [arguments]
     torchrun --nproc_per_node=2 -m amp_engine.apex [--local_rank] script.py [arguments]
-    python -m amp_engine.apex --check|--fix|--undo path [path ...]
+    python -m amp_engine.apex --check [--json] path [path ...]
+    python -m amp_engine.apex --fix|--undo path [path ...]
 
 The rest is as for `python`: a script, a directory or a zip file with a __main__.py, `-m` or `-c`, then the program's
 own arguments.
@@ -13,7 +14,8 @@ own arguments.
   --no-children  do not answer in the processes that the program starts
   --local_rank   append --local_rank=N to the program's own arguments, as torch.distributed.launch once did and torchrun
                  does not; N is LOCAL_RANK, or 0
-  --check        run nothing; list uses of apex in these files and directories, and what to write for unserved ones
+  --check        run nothing; list uses of apex in these files and directories, and what to write for unserved ones;
+                 with --json as one JSON object
   --fix          run nothing; add `import amp_engine.apex.install` to each file there that imports apex, show the diff
   --undo         remove these lines
   -h, --help     print this text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
@@ -333,6 +333,13 @@ def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch
                 f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
                 "fully_shard divides masters and moments among ranks."
             )
+
+
+def missing_kernels(models: Sequence[nn.Module]) -> Iterator[str]:
+    """Say why there are no compiled kernels for a type of device that these models are on, and what adds them."""
+    types = dict.fromkeys(p.device.type for model in models for p in model.parameters())
+    found = (missing(torch.device(kind)) for kind in types if kind in ("cpu", "cuda"))
+    yield from dict.fromkeys(reason for reason in found if reason is not None)
 
 
 def refuse_around_masters(wrapper: Any, inner: Optimizer) -> None:

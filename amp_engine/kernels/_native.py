@@ -35,10 +35,17 @@ def find(package: Path, version: str) -> Path:
 
 EXTENSION = find(PACKAGE, torch.__version__)
 IS_CLONE = (PACKAGE.parent / "setup.py").exists()
-if IS_CLONE:
-    INSTALL = f"pip install --no-deps --editable {PACKAGE.parent}"
-else:
-    INSTALL = "pip install --no-deps --force-reinstall . (in the clone of amp_engine)"
+
+
+def install(is_clone: bool, has_pip: bool) -> str:
+    """Return the command that compiles the kernels: of uv, which hides torch from builds, where there is no pip."""
+    start = "" if has_pip else "uv pip install setuptools ninja && uv "
+    target = f"--editable {PACKAGE.parent}" if is_clone else "--force-reinstall . (in the clone of amp_engine)"
+    return f"{start}pip install {'' if has_pip else '--no-build-isolation '}--no-deps {target}"
+
+
+# Not importlib.util.find_spec: asked for pip, setuptools gives up its distutils.
+INSTALL = install(IS_CLONE, importlib.machinery.PathFinder.find_spec("pip") is not None)
 
 
 def read_record(extension: Path) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def load(extension: Path, record: dict[str, Any]) -> tuple[ModuleType | None, st
     if os.environ.get("AMP_ENGINE_BUILD") == "none":
         return None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it"
     if record.get("mode") == "none":
-        return None, f"nothing was compiled: {record.get('reason')}; then run: {INSTALL}"
+        return None, f"{record.get('reason')}; run: {INSTALL}"
     if record and not fits(record.get("torch")):
         return None, refuse_other_torch(record.get("torch"))
     if not extension.exists():

@@ -81,6 +81,11 @@ def fp32_parts(
         )
 
 
+def missing_kernels(reason: str) -> str:
+    """Message: no compiled kernels step this model; `reason` says why, and what adds them."""
+    return f"Note:  optimizers take PyTorch's own steps, without the compiled kernels: {reason}"
+
+
 def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 

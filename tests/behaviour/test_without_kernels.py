@@ -115,6 +115,15 @@ def test_of_amp_c_only_the_steps_are_refused() -> None:
     assert amp_C.multi_tensor_l2norm(65536, flag, [inputs], False)[0].item() == pytest.approx(7**0.5)
 
 
+def test_initialize_says_in_one_line_what_is_missing_and_what_adds_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model = NORMED_MLP.model(0)
+    amp.initialize(model, adamw(model.parameters()), opt_level="O5")
+    said = [line for line in capsys.readouterr().out.splitlines() if "kernels" in line]
+    assert said == [f"Note:  optimizers take PyTorch's own steps, without the compiled kernels: {_native.reason}"]
+    amp.initialize(NORMED_MLP.model(0), opt_level="O5", verbosity=0)
+    assert "kernels" not in capsys.readouterr().out
+
+
 def test_a_build_for_the_cpu_says_what_gpus_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "module", object())
     monkeypatch.setattr(_native, "record", {"reason": "nvcc was not found"})

@@ -1,7 +1,9 @@
 """`python -m amp_engine info` names what runs and what is missing."""
 
+import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,14 +78,37 @@ def test_gpus_are_listed_by_name(monkeypatch, capsys):
     assert "GPU 0       Model 0, sm_90\nGPU 1       Model 1, sm_90\n" in out
 
 
-def test_without_a_command_it_prints_usage(capsys):
-    assert printed(capsys).startswith("usage: python -m amp_engine")
+def test_json_has_what_the_text_says(capsys):
+    found = json.loads(printed(capsys, "info", "--json"))
+    assert [f"{name:<12}{state}" for name, state in found.items()] == printed(capsys, "info").splitlines()
 
 
-def test_an_unknown_command_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["inform"])
-    assert "invalid choice: 'inform'" in capsys.readouterr().err
+def test_without_a_command_it_says_what_there_is_and_a_first_step(capsys):
+    out = printed(capsys)
+    assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == ["info", "advise", "audit", "apex"]
+    assert "a first step" in out
+    assert "python -m amp_engine advise train.py\n" in out
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"amp_engine {amp_engine.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["inform"], "invalid choice: 'inform'"),
+        (["apex", "train.py"], "apex is typed with a dot: python -m amp_engine.apex train.py"),
+    ],
+)
+def test_an_unknown_command_is_refused(capsys, arguments, says):
+    with pytest.raises(SystemExit) as end:
+        command.main(arguments)
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 def test_it_exits_with_0_also_when_the_kernels_are_off():

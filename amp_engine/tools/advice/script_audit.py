@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from amp_engine.stepping.step import step_last
-from amp_engine.tools.advice.script_steps import ScriptSteps, models_of
+from amp_engine.tools.advice.script_steps import ScriptSteps, models_of, say_refusals
 from amp_engine.tools.telemetry.wording import plural
 
 
 def begin(told: Mapping[str, Any]) -> None:
     """Start the audit. `told` has steps, every, and the folder in which the result is written when Python ends."""
+    say_refusals()
     ScriptAudit(told["steps"], told["every"], Path(told["folder"]))
 
 

@@ -1,10 +1,13 @@
-"""Watches the steps of a script's optimizers with torch's global hooks, and finds the models that they step."""
+"""Watches the steps of a script's optimizers with torch's global hooks, finds their models, and prints refusals."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from amp_engine.casting.patches import Patches
+from amp_engine.errors import AmpError
 from amp_engine.optimizers.wrapped import takes_hooks
 
 
@@ -54,3 +59,21 @@ def models_of(optimizer: Optimizer) -> list[nn.Module]:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     outer = [module for module in modules if id(module) not in inner]
     return [module for module in outer if any(id(p) in stepped for p in module.parameters())]
+
+
+def say_refusals() -> None:
+    """From here on an AmpError that ends the script is printed with the script's line, without a traceback."""
+    usual = sys.excepthook
+
+    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        lines = [
+            f"{frame.f_code.co_filename}, line {line}"
+            for frame, line in traceback.walk_tb(trace)
+            if not frame.f_globals.get("__name__", "").startswith(("torch.", "amp_engine."))
+        ]
+        if isinstance(error, AmpError) and lines:
+            print(f"{lines[-1]}: {error}", file=sys.stderr)
+        else:
+            usual(kind, error, trace)
+
+    Patches().set(sys, "excepthook", say)

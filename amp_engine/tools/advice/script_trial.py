@@ -19,12 +19,13 @@ from amp_engine import amp
 from amp_engine.casting.patches import Patches
 from amp_engine.errors import AmpGradientWarning
 from amp_engine.tools.advice.records import Task
-from amp_engine.tools.advice.script_steps import ScriptSteps, models_of
+from amp_engine.tools.advice.script_steps import ScriptSteps, models_of, say_refusals
 from amp_engine.tools.advice.trial import TrialEngine
 
 
 def begin(task: Mapping[str, Any]) -> None:
     """Make a TrialEngine the current engine of this process; `task` has the fields of a Task."""
+    say_refusals()
     engine = TrialEngine(Task(**task))
     amp.replace_engine(engine)
     PlainScript(engine)

@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -78,19 +78,24 @@ class Finding:
     text: str = ""
 
 
-def main(paths: list[str]) -> int:
-    """Print the uses of apex in the files at `paths`.
+def main(arguments: list[str]) -> int:
+    """Print the uses of apex in the files at the paths in `arguments`; with `--json` as one JSON object.
 
     Returns:
         0 if every use is served, 1 if one is not or a file that mentions apex cannot be read, 2 if a path is missing.
     """
+    paths = [argument for argument in arguments if argument != "--json"]
     if why := complaint(paths, "--check"):
         print(why, file=sys.stderr)
         return 2
     read = list(files(paths))
     unanswered: list[Path] = []
     found = [finding for path in read for finding in check_file(path, unanswered)]
-    print(render(found, len(read), not unanswered))
+    if "--json" in arguments:
+        uses = [asdict(finding) for finding in found]
+        print(json.dumps({"files": len(read), "is_answered": not unanswered, "uses": uses}, indent=2))
+    else:
+        print(render(found, len(read), not unanswered))
     return int(any(finding.verdict in ("missing", "unknown", "not read") for finding in found))
 
 

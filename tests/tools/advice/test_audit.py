@@ -120,6 +120,22 @@ def test_a_script_that_imports_apex_is_audited(run: Any) -> None:
     assert "AdamW: 2 of 2 steps audited" in out
 
 
+@pytest.mark.parametrize("package", ["apex", "amp_engine"])
+def test_amp_may_be_imported_before_torch_and_a_refusal_is_a_sentence_at_the_scripts_line(
+    run: Any, tmp_path: Path, package: str
+) -> None:
+    script = f"""
+    from {package} import amp
+    import torch
+    model = torch.nn.Linear(4, 2).half()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
+    """
+    status, _, err = run(script, options="")
+    assert status == 1
+    assert err.startswith(f"{tmp_path / 'script.py'}, line 5: Found param weight with type torch.HalfTensor")
+    assert "Traceback" not in err
+
+
 def test_the_first_step_of_a_script_with_amp_is_audited_before_amp_takes_it(run: Any, tmp_path: Path) -> None:
     script = """
     import torch

@@ -546,6 +546,15 @@ def test_everything_served_is_exit_code_0(script, capsys):
     )
 
 
+def test_json_has_each_use(script, capsys):
+    path = str(script("from apex import amp\namp.frob()\n"))
+    assert check.main(["--json", path]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["files"], found["is_answered"]) == (1, False)
+    assert found["uses"][0] == {"path": path, "line": "1", "name": "apex.amp", "verdict": "served", "text": ""}
+    assert [use["verdict"] for use in found["uses"]] == ["served", "unknown"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -3,8 +3,8 @@
 Python finds this file through PYTHONPATH when it starts, so the script runs as usual: its `__main__`, its arguments,
 its tracebacks, and settings that it makes before it imports torch. This file imports neither torch nor amp_engine. It
 seeds numpy and torch right after their import. The trial begins right after the import of amp_engine, which this file
-imports after torch if the script has not done so. Processes that the script starts have no trial. An audit begins right
-after the import of torch, and seeds nothing.
+imports after torch if the script has not done so. Processes that the script starts have no trial. An audit begins where
+a trial does, and seeds nothing.
 """
 
 import importlib
@@ -88,7 +88,7 @@ def _start() -> None:
             task = json.loads(os.environ.pop(VARIABLE))
             seed = task["seed"]
             random.seed(seed)
-            functions = {
+            functions: dict[str, Callable[[], object]] = {
                 "numpy": lambda: importlib.import_module("numpy.random").seed(seed),
                 "torch": lambda: _after_torch(seed),
                 "amp_engine": lambda: importlib.import_module("amp_engine.tools.advice.script_trial").begin(task),
@@ -96,9 +96,11 @@ def _start() -> None:
             sys.meta_path.insert(0, _AfterImport(functions))
         if AUDIT_VARIABLE in os.environ:
             told = json.loads(os.environ.pop(AUDIT_VARIABLE))
-            sys.meta_path.insert(
-                0, _AfterImport({"torch": lambda: _imported("amp_engine.tools.advice.script_audit").begin(told)})
-            )
+            functions = {
+                "torch": _after_torch,
+                "amp_engine": lambda: importlib.import_module("amp_engine.tools.advice.script_audit").begin(told),
+            }
+            sys.meta_path.insert(0, _AfterImport(functions))
     finally:
         hidden = PathFinder.find_spec("sitecustomize")
         if hidden is not None and hidden.loader is not None:
@@ -107,19 +109,17 @@ def _start() -> None:
             hidden.loader.exec_module(module)
 
 
-def _imported(name: str) -> Any:
+def _after_torch(seed: int | None = None) -> None:
+    if seed is not None:
+        sys.modules["torch"].manual_seed(seed)
+    if "amp_engine" in sys.modules:  # it is importing torch, and the trial or audit begins after it
+        return
     root = str(Path(__file__).parents[4])
     sys.path.insert(0, root)  # the package may be in the command's directory only
     try:
-        return importlib.import_module(name)
+        importlib.import_module("amp_engine")
     finally:
         sys.path.remove(root)
-
-
-def _after_torch(seed: int) -> None:
-    sys.modules["torch"].manual_seed(seed)
-    if "amp_engine" not in sys.modules:  # else it is importing torch, and the trial begins after it
-        _imported("amp_engine")
 
 
 _start()

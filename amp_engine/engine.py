@@ -214,7 +214,7 @@ class Engine:
                 gradient of the run; or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
             num_losses: the number of scalers, for `scale_loss(..., loss_id=i)`.
-            verbosity: 0 silent; 1 apex's messages; 2 also every cast, and each skip on every rank.
+            verbosity: 0 silent; 1 short; 2 apex's table of the level, every cast, and each skip on every rank.
             min_loss_scale: floor of dynamic scales; None means 2**-24.
             max_loss_scale: ceiling of dynamic scales.
             skip_on_overflow: skip steps whose gradients are not finite under a static scale too: True at every level;
@@ -284,13 +284,11 @@ class Engine:
             self._initialized.refuse_known(request.optimizers, request.wrappers)
 
             self.reporter.verbosity = verbosity
-            for line in report.initialization(request.defaults, decided):
+            for line in report.initialization(request.defaults, decided, verbosity):
                 self.reporter.say(line, rank0=True)
 
             notes = cast_notes.notes(request.models, decided)
-            if decided.master_weights and decided.cast_model_type in LOW_PRECISION and not request.optimizers:
-                is_rounded = not all(map(came_in_half, request.models))
-                notes.append(report.no_optimizer(decided.cast_model_type, is_rounded))
+            is_rounded = not all(map(came_in_half, request.models))
             emulated = arguments.emulated_on_cpu(request.models, decided)
             self._initialized.add(request)
             if self.policy is None:
@@ -299,6 +297,10 @@ class Engine:
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
             self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, request.skips)
             self.function_casts.follow(decided, allow_banned, verbosity == 2, everywhere=request.casts_everywhere)
+            for line in self._initialized.steps(request):
+                self.reporter.say(line, rank0=True)
+            if decided.master_weights and decided.cast_model_type in LOW_PRECISION and not request.optimizers:
+                self.reporter.say_once(report.no_optimizer(decided.cast_model_type, is_rounded))
             for reason in arguments.missing_kernels(request.models):
                 self.reporter.say_once(report.missing_kernels(reason))
             if emulated:

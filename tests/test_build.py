@@ -407,5 +407,5 @@ def test_a_package_index_is_given_no_link_that_leads_nowhere(monkeypatch):
     page = load("setup").index_page()
     assert "](docs/" not in page
     assert "demo.png" not in page
-    assert "docs/levels.md: " in page
+    assert "docs/half_models.md: " in page
     assert "pip install" in page

@@ -27,12 +27,14 @@ from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.request import Request
 from amp_engine.initialization.sharded_since import refusal_of_replaced, refuse_sharded_since
+from amp_engine.kernels import missing
 from amp_engine.levels import report
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
 from amp_engine.levels.policy import Skips
 from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import release_fused_step
+from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.arithmetic import is_zero
@@ -171,6 +173,19 @@ class Initialized:
             look_at_strangers(self, Initialized._look_at_stranger)
         for wrapper, optimizer in request.wrappers.items():
             self.look_after_wrapper(wrapper, optimizer)
+
+    def steps(self, request: Request) -> Iterator[str]:
+        """The messages of what steps what, where amp takes part in the step."""
+        is_active = self._scaling.is_active or request.skips is not Skips.NEVER
+        for optimizer in request.optimizers:
+            record = self.records.get(optimizer)
+            assert record is not None, "it was just added"
+            masters = sum(one is not None for one in record.columns.beside)
+            rule = rule_of(optimizer)
+            is_known = rule is not None and all(map(rule.supports, optimizer.param_groups))
+            devices = {p.device for p in record.columns.params}
+            if masters or is_active:
+                yield report.steps(type(optimizer).__name__, masters, is_known and not any(map(missing, devices)))
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any]) -> None:
         """Raise AmpStateError for an optimizer that is initialized, or that has attributes of apex's names."""

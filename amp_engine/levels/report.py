@@ -159,14 +159,32 @@ def complain(text: str, rank0: bool = False) -> None:
         messages.say(f"Warning:  {text}", logging.WARNING, stacklevel=2)
 
 
-def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
-    """Yield the lines that `initialize` says about a level and the user's overrides."""
-    yield f"Selected optimization level {BRIEFS[str(defaults.opt_level)]}"
-    yield "Defaults for this optimization level are:"
-    yield from _properties(defaults)
-    yield "Processing user overrides (additional kwargs that are not None)..."
-    yield "After processing overrides, optimization options are:"
-    yield from _properties(policy)
+def initialization(defaults: Policy, policy: Policy, verbosity: int) -> Iterator[str]:
+    """Yield the lines that `initialize` says about a level and the user's overrides; at a `verbosity` of 2 apex's."""
+    brief = f"Selected optimization level {BRIEFS[str(defaults.opt_level)]}"
+    if verbosity > 1:
+        yield brief
+        yield "Defaults for this optimization level are:"
+        yield from _properties(defaults)
+        yield "Processing user overrides (additional kwargs that are not None)..."
+        yield "After processing overrides, optimization options are:"
+        yield from _properties(policy)
+        return
+    yield brief.rstrip()
+    before = defaults.properties()
+    if changed := [f"{name}={value}" for name, value in policy.properties().items() if value != before[name]]:
+        yield f"Overrides:  {', '.join(changed)}"
+
+
+def steps(kind: str, masters: int, is_by_kernels: bool) -> str:
+    """Message: what steps what.
+
+    Args:
+        kind: the class of an optimizer.
+        masters: how many FP32 masters it steps.
+    """
+    on_masters = f" steps {masters} FP32 masters" if masters else " steps"
+    return f"{kind}{on_masters} by {'the compiled kernels' if is_by_kernels else 'its own class'}."
 
 
 def no_optimizer(dtype: torch.dtype, is_rounded: bool) -> str:

@@ -294,10 +294,30 @@ def announcement(level: str, **overrides: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
+STEPS = {"O1": "SGD steps", "O2": "SGD steps 4 FP32 masters"}
+
+
+def by_kernels(level: str) -> str:
+    return f"{STEPS[level]} by the compiled kernels.\n" if level in STEPS else ""
+
+
 @pytest.mark.parametrize("level", BRIEFS)
-def test_initialize_prints_the_level_and_its_properties(level: str, capsys: pytest.CaptureFixture[str]) -> None:
-    amp.initialize(*pair(), opt_level=level)
-    assert capsys.readouterr().out == announcement(level)
+def test_verbosity_2_prints_the_level_and_its_properties(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    amp.initialize(*pair(), opt_level=level, verbosity=2)
+    assert capsys.readouterr().out == announcement(level) + by_kernels(level)
+
+
+@pytest.mark.parametrize("level", BRIEFS)
+def test_initialize_prints_the_level_its_overrides_and_what_steps_what(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    amp.initialize(*pair(), opt_level=level, loss_scale=128.0)
+    steps = {"O0": "SGD steps", "O3": "SGD steps", **STEPS}[level]
+    assert capsys.readouterr().out.splitlines() == [
+        f"Selected optimization level {BRIEFS[level]}",
+        "Overrides:  loss_scale=128.0",
+        f"{steps} by the compiled kernels.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -319,15 +339,15 @@ def test_initialize_prints_what_the_overrides_made_of_it(
     shown: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    amp.initialize(*pair(), opt_level=level, **keywords)
-    assert capsys.readouterr().out == announcement(level, **{**keywords, **shown})
+    amp.initialize(*pair(), opt_level=level, verbosity=2, **keywords)
+    assert capsys.readouterr().out.startswith(announcement(level, **{**keywords, **shown}))
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("O4", "bfloat16"), ("O5", "bfloat16")])
 def test_the_bfloat16_levels_announce_themselves_in_the_same_form(
     level: str, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    amp.initialize(*pair(), opt_level=level)
+    amp.initialize(*pair(), opt_level=level, verbosity=2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"Selected optimization level {level}:  ")
     assert re.search("bf16|bfloat16", lines[0], re.IGNORECASE)

@@ -70,8 +70,6 @@ def pair(**keywords: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-BANNER_ENDS = {"O1": "loss_scale             : dynamic", "O4": "loss_scale             : 1.0"}
-BANNER_ENDS |= {"O2": BANNER_ENDS["O1"], "O3": BANNER_ENDS["O4"], "O5": BANNER_ENDS["O4"]}
 NAMES = {"O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16", "O5": "bfloat16"}
 
 
@@ -96,23 +94,23 @@ def test_a_lazy_module_is_initialized_where_the_cpu_emulates_the_type(cpu: Any) 
     assert model(torch.ones(2, 3)).shape == (2, 2)
 
 
-@pytest.mark.parametrize("level", BANNER_ENDS)
+@pytest.mark.parametrize("level", NAMES)
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Conv1d(2, 2, 3), nn.GRU(2, 2), nn.MultiheadAttention(4, 2)])
 def test_a_level_that_the_cpu_emulates_is_noted_once_after_the_banner(
     cpu: Any, level: str, model: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpu("avx2")
     amp.initialize(model, opt_level=level)
-    *banner, last, note = capsys.readouterr().out.splitlines()
-    assert last == BANNER_ENDS[level]
+    banner, *notes = capsys.readouterr().out.splitlines()
+    assert banner.startswith(f"Selected optimization level {level}:  ")
+    (note,) = (note for note in notes if not note.startswith("Note:  an optimizer that is made later"))
     assert note.startswith(f"Note:  {level} computes in {NAMES[level]}, which this CPU emulates: it has no AVX-512 ")
     assert "opt_level='O0' has the fastest step here" in note
-    assert "Note:" not in "".join(banner)
     amp.initialize(nn.Linear(2, 2), opt_level=level)
     assert "Note:" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("level", BANNER_ENDS)
+@pytest.mark.parametrize("level", NAMES)
 def test_a_cpu_that_computes_in_one_half_type_is_asked_for_that(
     cpu: Any, level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +118,7 @@ def test_a_cpu_that_computes_in_one_half_type_is_asked_for_that(
     amp.initialize(nn.Linear(2, 2), opt_level=level)
     said = capsys.readouterr().out
     assert ("'O4' and 'O5' compute in bfloat16, which it has" in said) == (NAMES[level] == "float16")
-    assert ("Note:" in said) == (NAMES[level] == "float16")
+    assert ("emulates" in said) == (NAMES[level] == "float16")
 
 
 @pytest.mark.parametrize(

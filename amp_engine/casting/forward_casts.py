@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from amp_engine.casting.inputs import Arguments, Inputs
 from amp_engine.casting.one_type import mixed_types, of_one_type
-from amp_engine.casting.regions import cast_region, is_in_autocast, is_outside
+from amp_engine.casting.regions import TAKE_AUTOCAST_OUT, cast_region, is_in_autocast, is_outside
 from amp_engine.errors import AmpRuntimeWarning
 from amp_engine.ground.containers import GivenMappings, cast_tensors
 from amp_engine.ground.distributed import is_fsdp2
@@ -235,6 +235,8 @@ def _cast_around(
         is_in_region = casts.functions and inputs is None and not is_outside()
         if is_in_region or not is_called_from_outside():
             return forward(module, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _warn_of_autocast()
         if _is_recomputed(module):
             inputs = outputs = None  # kept modules in it are called from inside
         elif not has_parameter_of(module, inputs):
@@ -290,7 +292,7 @@ def _warn_of_autocast() -> None:
     if is_in_autocast():
         warnings.warn(  # Python shows it once
             "A model that amp.initialize cast is called inside of torch.autocast, which then decides types beside the "
-            "level.  Take `with torch.autocast(...)` out.",
+            f"level.  {TAKE_AUTOCAST_OUT}",
             AmpRuntimeWarning,
             stacklevel=1,
         )

@@ -40,6 +40,12 @@ def is_outside() -> bool:
     return torch.get_autocast_dtype("cpu") not in (torch.float32, torch.float64)
 
 
+# The end of a warning.
+TAKE_AUTOCAST_OUT = (
+    "Take `with torch.autocast(...)` out, or a trainer's option for it: bf16, mixed_precision, precision."
+)
+
+
 def is_in_autocast() -> bool:
     """True inside of a torch.autocast of the user's, which casts beside our casts, or in spite of a float region."""
     return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")

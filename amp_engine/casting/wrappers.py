@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.calls import Call, Casts
-from amp_engine.casting.regions import float_region, is_in_autocast
+from amp_engine.casting.regions import TAKE_AUTOCAST_OUT, float_region, is_in_autocast
 from amp_engine.errors import AmpRuntimeWarning
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import TensorBase, fake_mode, without_subclasses
@@ -218,7 +218,7 @@ def _warn_of_autocast(casts: Casts) -> None:
         warnings.warn(
             f"Functions that amp.initialize(..., opt_level={casts.origin!r}) casts are called inside of "
             "torch.autocast, which casts their arguments once more, to its own type; on a GPU also in modules of "
-            "amp.keep_float.  Take `with torch.autocast(...)` out.",
+            f"amp.keep_float.  {TAKE_AUTOCAST_OUT}",
             AmpRuntimeWarning,
             stacklevel=1,
         )

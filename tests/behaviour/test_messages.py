@@ -328,6 +328,19 @@ def test_a_cast_model_that_is_called_inside_of_autocast_warns(level: str) -> Non
     model(x)
 
 
+def test_a_part_that_is_called_from_outside_inside_of_autocast_warns() -> None:
+    """As the layers of a LightningModule, whose trainer calls its training_step."""
+    model, _ = pair(opt_level="O5", verbosity=0)
+    part = next(module for module in model.children() if isinstance(module, nn.Linear))
+    x = torch.ones(2, part.in_features)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.warns(AmpRuntimeWarning, match="or a trainer's option for it: bf16"),
+    ):
+        part(x)
+    part(x)  # without a warning
+
+
 @pytest.mark.parametrize("casts", ["everywhere", "model"])
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)
 def test_the_first_function_that_is_cast_inside_of_autocast_warns(level: str, casts: Any) -> None:
@@ -336,7 +349,7 @@ def test_the_first_function_that_is_cast_inside_of_autocast_warns(level: str, ca
         MLP.loss(model, MLP.batch())
     (warning,) = heard
     assert "torch.autocast" in str(warning.message)
-    assert str(warning.message).endswith("Take `with torch.autocast(...)` out.")
+    assert "Take `with torch.autocast(...)` out, or a trainer's option" in str(warning.message)
     assert (f"opt_level='{level}'" in str(warning.message)) is (casts == "everywhere")
     MLP.loss(model, MLP.batch())  # without a warning
 

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 STEPS = 32
 LONG = 64  # steps of one_line_*.py
 SAVED_AT = 16
+OVERFLOWS_AT = 24  # the step of a variant "later" that is skipped
 CHARACTERS = 128
 EPS = 1e-4  # of AdamW: the default, 1e-8, is 0 in float16, and O3 divides by it
 
@@ -59,7 +60,7 @@ def digit_classifier() -> nn.Module:
 
 
 class NextCharacter(nn.Module):
-    """A character model that came in bfloat16; at O0 the same weights in FP32. [n, CONTEXT] to logits.
+    """A character model that came in bfloat16; at O0 and O4 the same weights in FP32. [n, CONTEXT] to logits.
 
     Beside its weights, steps of RATE are too small for bfloat16.
     """
@@ -75,7 +76,7 @@ class NextCharacter(nn.Module):
         self.head = nn.Linear(128 * self.CONTEXT, CHARACTERS)
         nn.init.normal_(self.head.weight, std=0.12)
         self.to(torch.bfloat16)
-        if level == "O0":
+        if level in ("O0", "O4"):
             self.float()
 
     def forward(self, context: Tensor) -> Tensor:
@@ -94,6 +95,15 @@ def next_characters(batches: int, size: int = 32) -> TensorDataset:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """In FP32, also of logits in bfloat16."""
     return F.cross_entropy(logits.float(), targets)
+
+
+def overflow(model: nn.Module, level: str) -> None:
+    """Make all gradients infinite, so that the step is skipped; at O0, which would take it, leave none."""
+    for param in model.parameters():
+        if level == "O0":
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.fill_(float("inf"))
 
 
 def lower_scale() -> None:

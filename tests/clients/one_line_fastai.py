@@ -18,12 +18,12 @@ from amp_engine import amp
 class Records(Callback):
     """Initializes, and lists the losses."""
 
-    def __init__(self, level: str) -> None:
-        self.level = level
+    def __init__(self, initializes: bool) -> None:
+        self.initializes = initializes
         self.losses: list[float] = []
 
     def before_fit(self):
-        if self.level == "O5":
+        if self.initializes:
             self.learn.model, self.learn.opt.opt = amp.initialize(self.model, self.opt.opt, opt_level="O5")
 
     def after_batch(self):
@@ -33,11 +33,14 @@ class Records(Callback):
 
 def main() -> None:
     options = arguments(__doc__)
-    records = Records(options.level)
+    model = NextCharacter(options.level)
+    if options.variant == "later" and options.level != "O0":
+        amp.initialize(model, opt_level=options.level)
+    records = Records(options.level == "O5" and not options.variant)
     data = DataLoaders(DataLoader(next_characters(LONG), bs=32), DataLoader(next_characters(1), bs=32))
     learner = Learner(
         data,
-        NextCharacter(options.level),
+        model,
         loss_func=cross_entropy,
         opt_func=partial(OptimWrapper, opt=torch.optim.AdamW),
         lr=NextCharacter.RATE,

@@ -16,7 +16,7 @@ class Module(LightningModule):
 
     def __init__(self, level: str, variant: str) -> None:
         super().__init__()
-        self.automatic_optimization = variant != "manual"
+        self.automatic_optimization = not variant.startswith("manual")
         self.level, self.variant = level, variant
         self.layers = NextCharacter(level)
         self.losses: list[float] = []
@@ -33,10 +33,14 @@ class Module(LightningModule):
             optimizer.step()
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        context, target = batch
+        self.losses.append(cross_entropy(self.layers(context), target).item())
+
     def configure_model(self):
         """Before Lightning loads a checkpoint's weights: those that were loaded earlier are rounded."""
         self.optimizer = self.layers.optimizer()
-        if self.level == "O5" and self.variant != "configure_optimizers":
+        if self.level == "O5" and self.variant in ("", "manual"):
             self.layers, self.optimizer = amp.initialize(self.layers, self.optimizer, opt_level="O5")
 
     def configure_optimizers(self):
@@ -45,14 +49,16 @@ class Module(LightningModule):
         return self.optimizer
 
 
-def by_fabric(level: str, prepared: bool) -> list[float]:
+def by_fabric(level: str, variant: str) -> list[float]:
     fabric = Fabric(accelerator="cpu", devices=1)
     model = NextCharacter(level)
+    if variant == "fabric_later" and level != "O0":
+        amp.initialize(model, opt_level=level)
     optimizer = model.optimizer()
-    if level == "O5" and not prepared:
+    if level == "O5" and variant == "fabric":
         model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
     model, optimizer = fabric.setup(model, optimizer)
-    if level == "O5" and prepared:
+    if level == "O5" and variant == "fabric_prepared":
         amp.initialize(model.module, optimizer, opt_level="O5")
     losses = []
     for context, target in fabric.setup_dataloaders(DataLoader(next_characters(LONG), 32)):
@@ -67,12 +73,14 @@ def by_fabric(level: str, prepared: bool) -> list[float]:
 
 def main() -> None:
     options = arguments(__doc__)
-    if options.variant in ("fabric", "fabric_prepared"):
-        losses = by_fabric(options.level, options.variant == "fabric_prepared")
+    if options.variant.startswith("fabric"):
+        losses = by_fabric(options.level, options.variant)
         report(version=__version__, losses=losses)
         return
-    manual = options.variant == "manual"
+    manual = options.variant.startswith("manual")
     module = Module(options.level, options.variant)
+    if options.variant.endswith("later") and options.level != "O0":
+        amp.initialize(module, opt_level=options.level)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -80,6 +88,7 @@ def main() -> None:
         accumulate_grad_batches=1 if manual else 2,
         gradient_clip_val=None if manual else 1.0,
         callbacks=[ModelCheckpoint(dirpath=options.out, every_n_train_steps=SAVED_AT, save_top_k=-1)],
+        check_val_every_n_epoch=3,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -87,7 +96,8 @@ def main() -> None:
     checkpoint = options.resume and next(options.resume.glob(f"*step={SAVED_AT}.ckpt"))
     # Epochs end where a checkpoint is written: without a loader with state, a resume begins with an epoch.
     batches = DataLoader(next_characters(SAVED_AT * (1 if manual else 2)), 32)
-    trainer.fit(module, batches, ckpt_path=checkpoint)
+    evaluated = DataLoader(next_characters(1), 32) if options.variant.endswith("later") else None
+    trainer.fit(module, batches, evaluated, ckpt_path=checkpoint)
     report(version=__version__, losses=module.losses)
 
 

@@ -12,8 +12,10 @@ from amp_engine import amp
 def main() -> None:
     options = arguments(__doc__)
     model = NextCharacter(options.level)
+    if options.variant == "later" and options.level != "O0":
+        amp.initialize(model, opt_level=options.level)
     optimizer = model.optimizer()
-    if options.level == "O5":
+    if options.level == "O5" and not options.variant:
         model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
     trainer = SupervisedTrainer(
         device="cpu",

@@ -24,7 +24,7 @@ def texts(count: int) -> list[list[str]]:
 
 
 def new_model(level: str, folder, vocabulary: list[str]) -> SentenceTransformer:
-    """Load a model in bfloat16; at O0 the same weights in FP32."""
+    """Load a model in bfloat16; at O0 and O4 the same weights in FP32."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(vocabulary),
@@ -39,7 +39,7 @@ def new_model(level: str, folder, vocabulary: list[str]) -> SentenceTransformer:
     BertModel(config).to(torch.bfloat16).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(vocabulary))
     BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
-    dtype = torch.float32 if level == "O0" else torch.bfloat16
+    dtype = torch.float32 if level in ("O0", "O4") else torch.bfloat16
     words = Transformer(str(folder), model_kwargs={"dtype": dtype})
     return SentenceTransformer(modules=[words, Pooling(64)], device="cpu")
 
@@ -49,9 +49,14 @@ def main() -> None:
     pairs = texts(LONG * BATCH)
     words = sorted({word for pair in pairs for text in pair for word in text.lower().split() if word.isalpha()})
     model = new_model(options.level, options.out / "bert", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    if options.level == "O5":
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
+    optimizer = None
+    if options.variant == "later":
+        if options.level != "O0":
+            amp.initialize(model, opt_level=options.level)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        if options.level == "O5":
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
     loss = MultipleNegativesRankingLoss(model)
     losses: list[float] = []
     loss.register_forward_hook(lambda module, inputs, output: losses.append(output.item()))
@@ -61,6 +66,7 @@ def main() -> None:
             output_dir=str(options.out),
             use_cpu=True,
             max_steps=LONG,
+            learning_rate=RATE,
             per_device_train_batch_size=BATCH,
             lr_scheduler_type="constant",
             save_strategy="no",

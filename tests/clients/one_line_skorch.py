@@ -19,12 +19,12 @@ class CrossEntropy(torch.nn.CrossEntropyLoss):
 class Records(Callback):
     """Initializes, and lists the losses."""
 
-    def __init__(self, level: str) -> None:
-        self.level = level
+    def __init__(self, initializes: bool) -> None:
+        self.initializes = initializes
         self.losses: list[float] = []
 
     def on_train_begin(self, net, **kwargs):
-        if self.level == "O5":
+        if self.initializes:
             net.module_, net.optimizer_ = amp.initialize(net.module_, net.optimizer_, opt_level="O5")
 
     def on_batch_end(self, net, loss, training, **kwargs):
@@ -33,10 +33,12 @@ class Records(Callback):
 
 def main() -> None:
     options = arguments(__doc__)
-    records = Records(options.level)
+    model = NextCharacter(options.level)
+    if options.variant == "later" and options.level != "O0":
+        amp.initialize(model, opt_level=options.level)
+    records = Records(options.level == "O5" and not options.variant)
     net = NeuralNet(
-        NextCharacter,
-        module__level=options.level,
+        model,
         criterion=CrossEntropy,
         optimizer=torch.optim.AdamW,
         lr=NextCharacter.RATE,

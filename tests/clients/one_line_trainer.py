@@ -3,7 +3,7 @@
 import torch
 import torchvision_operators  # noqa: F401  (before transformers, which imports torchvision)
 import transformers
-from common import CHARACTERS, LONG, SAVED_AT, arguments, report, text_windows
+from common import CHARACTERS, LONG, OVERFLOWS_AT, SAVED_AT, arguments, overflow, report, text_windows
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from amp_engine import amp
@@ -30,13 +30,24 @@ class Initializes(TrainerCallback):
         model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
 
 
+class Overflows(TrainerCallback):
+    """Makes the gradients of one step infinite."""
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        if state.global_step == OVERFLOWS_AT:
+            overflow(model, self.level)
+
+
 def new_model(level: str) -> GPT2LMHeadModel:
     transformers.set_seed(0)
     sizes = {"vocab_size": CHARACTERS, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0, initializer_range=0.25))
     model.to(torch.bfloat16)
-    return model.float() if level == "O0" else model
+    return model.float() if level in ("O0", "O4") else model
 
 
 def main() -> None:
@@ -52,6 +63,8 @@ def main() -> None:
         max_steps=LONG,
         save_steps=SAVED_AT,
         logging_steps=SAVED_AT,
+        eval_strategy="steps" if options.variant == "later" else "no",
+        eval_steps=OVERFLOWS_AT,
         disable_tqdm=True,
         report_to=[],
         seed=0,
@@ -62,18 +75,27 @@ def main() -> None:
         kind = Creates
     elif options.level == "O5" and options.variant == "callback":
         callbacks = [Initializes()]
+    elif options.variant == "later":
+        callbacks = [Overflows(options.level)]
+        if options.level != "O0":
+            amp.initialize(model, opt_level=options.level)
     elif not options.variant:
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
         if options.level == "O5":
             model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
         optimizers = (optimizer, None)
     losses: list[float] = []
-    model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss.item()))
+    evaluated: list[float] = []
+    model.register_forward_hook(
+        lambda module, inputs, output: (losses if module.training else evaluated).append(output.loss.item())
+    )
     windows = text_windows(LONG * ACCUMULATE * BATCH, LENGTH)
     data = [{"input_ids": window, "labels": window} for window in windows]
-    trainer = kind(model, training, train_dataset=data, callbacks=callbacks, optimizers=optimizers)
+    trainer = kind(
+        model, training, train_dataset=data, eval_dataset=data[:BATCH], callbacks=callbacks, optimizers=optimizers
+    )
     trainer.train(resume_from_checkpoint=options.resume and str(options.resume / f"checkpoint-{SAVED_AT}"))
-    report(version=transformers.__version__, losses=losses)
+    report(version=transformers.__version__, losses=evaluated + losses)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Train through third-party programs: `make clients`, `make clients ARGS="timm lightning"`, or `ARGS="--turn 7"`.
 
 Some know apex, and are unmodified; others train through `amp_engine.integrations`; in those of one_line_*.py one line,
-`model, optimizer = amp.initialize(model, optimizer, opt_level="O5")`, gives masters to a model that came in bfloat16.
+`model, optimizer = amp.initialize(model, optimizer, opt_level="O5")`, gives masters to a model that came in bfloat16;
+in their variants that end with later `amp.initialize(model, opt_level="O5")`, and the trainer makes the optimizer.
 
 Each has an environment in build/clients, those of one_line_*.py one together, with pinned packages and the amp_engine
 of this tree, and trains a small model on the CPU at every level that it supports, by `python -m amp_engine.apex
@@ -42,6 +43,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LIMITS = {"O1": 0.01, "O2": 0.01, "O4": 0.05, "O5": 0.05}  # of the difference to O0, at every step
 DYNAMIC_LEVELS = ("O1", "O2")  # whose loss scale depends on the count of clean steps
 INTEGRATED_LEVELS = ("O1", "O2", "O4", "O5")
+LATER_LEVELS = ("O0", "O4", "O5")  # of the variants that end with later
 PLAIN = "bfloat16"  # without amp_engine, where updates are lost
 LEARNT = 0.9  # the mean of the last LAST losses is below this times the mean of the first
 LAST = 8
@@ -98,10 +100,10 @@ class Client:
 
 
 def one_line(name: str, *variants: str) -> Client:
-    """A client of one_line_*.py; those with variants are resumed."""
+    """A client of one_line_*.py; those with other variants than later are resumed."""
     program = f"one_line_{name}"
     levels = ("O5",) if variants else ()
-    return Client(program, f"{program}.py", False, variants, levels, (), ("O0", "O5", PLAIN), "one_line")
+    return Client(program, f"{program}.py", False, ("later", *variants), levels, (), ("O0", "O5", PLAIN), "one_line")
 
 
 CLIENTS = (
@@ -120,9 +122,11 @@ CLIENTS = (
     Client("lightning2", "lightning_precision.py", True, ("manual", "fabric", "ranks"), INTEGRATED_LEVELS),
     Client("trainer", "amp_trainer.py", True, ("seq2seq", "ranks", "compile", "checkpointing"), INTEGRATED_LEVELS),
     Client("trl", "trl_trainers.py", True, ("dpo", "grpo"), INTEGRATED_LEVELS, drawn=("grpo",)),
-    one_line("accelerate", "prepared", "ranks", "ranks_prepared"),
+    one_line("accelerate", "prepared", "ranks", "ranks_prepared", "ranks_later"),
     one_line("trainer", "create_optimizer", "callback"),
-    one_line("lightning", "configure_optimizers", "manual", "fabric", "fabric_prepared"),
+    one_line(
+        "lightning", "configure_optimizers", "manual", "manual_later", "fabric", "fabric_prepared", "fabric_later"
+    ),
     one_line("ignite"),
     one_line("monai"),
     one_line("skorch"),
@@ -209,7 +213,8 @@ def all_runs(clients: Sequence[Client]) -> Iterator[Run]:
     """Every run, each after those that it is compared with or resumed from."""
     for client in clients:
         for variant in ("", *client.variants):
-            for level in ("O0", *client.levels) if variant else client.trained:
+            levels = LATER_LEVELS if variant.endswith("later") else ("O0", *client.levels)
+            for level in levels if variant else client.trained:
                 yield Run(client, variant, level)
         for level in client.levels:
             yield Run(client, "", level, resumed=True)

@@ -379,7 +379,8 @@ class Engine:
             raise AmpStateError(
                 "amp.scale_loss(loss) finds the optimizers that the loss reaches, and it reaches no parameter of any: "
                 f"{names}.  Compute the loss with the parameters that an initialized optimizer steps, without "
-                "torch.no_grad() or .detach(), or name the optimizers: amp.scale_loss(loss, optimizer)."
+                "torch.no_grad() or .detach(), or name the optimizers: amp.scale_loss(loss, optimizer), or "
+                "amp.GradScaler(optimizer)."
             )
         return records
 

@@ -458,14 +458,11 @@ class Initialized:
             keeps_half = request.keeps_half and rows.makes_masters
             record = Record(optimizer, rows, Pending(self.records.events), ranks, check, keeps_half)
             self.records.add(record)
-            try:
-                apex_face.put_on(optimizer, record, self.records, StepHook(record, self.records))
-            except BaseException:
-                self._undo_take_in(optimizer)
-                raise
+            apex_face.put_on(optimizer, record, self.records, StepHook(record, self.records))
             if is_split or request.moment_dtype is not torch.float32:
                 record.require_kernels(request.moment_dtype)
         except BaseException:
+            self._undo_take_in(optimizer)
             self._of_any_grad_dtype += rows.abandon()
             raise
 

@@ -509,7 +509,7 @@ def trained(level: str, task: Any = NORMED_MLP) -> Receipt:
 def test_json_holds_all_of_it(level: str) -> None:
     found = trained(level)
     fields = json.loads(found.to_json())
-    assert list(fields) == ["format", *(field.name for field in dataclasses.fields(Receipt))]
+    assert list(fields) == ["format", "verdict", *(field.name for field in dataclasses.fields(Receipt))]
     assert fields["asked"]["level"] == level
     assert {one["dtype"] for one in fields["functions"]["ops"]} <= {"float16", "bfloat16", "float32", None}
     assert sum(one["bytes"] for one in fields["memory"]) == sum(one.bytes for one in found.memory)
@@ -539,6 +539,22 @@ def test_files_are_written_by_their_suffix(tmp_path: Path) -> None:
     with pytest.raises(AmpValueError, match=r"\.txt, \.json or \.html.*run\.html"):
         found.save(tmp_path / "run.pdf")
     assert not (tmp_path / "run.pdf").exists()
+
+
+def test_it_begins_with_skips_what_steps_memory_and_updates() -> None:
+    model, optimizer = started("O5")
+    parameters = sum(p.numel() for p in model.parameters())
+    with amp.audit_updates(optimizer) as audit:
+        train(NORMED_MLP, model, optimizer, "coc")
+    page = amp.receipt(updates=audit)
+    used = sum(one.bytes for one in page.memory)
+    skips, stepped, memory, updates = page.verdict
+    assert skips == "1 of 3 steps skipped."
+    assert stepped == "SGD: stepped by compiled kernels."
+    assert memory.endswith(f" in all, {used / parameters:.1f} bytes a parameter.")
+    assert updates.startswith("All is well")
+    assert str(page).splitlines()[3:5] == ["Verdict", f"  {skips}"]
+    assert tuple(json.loads(page.to_json())["verdict"]) == page.verdict
 
 
 def test_before_initialize_and_after_close_it_says_what_to_type() -> None:

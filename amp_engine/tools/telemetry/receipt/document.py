@@ -26,6 +26,7 @@ from amp_engine.tools.telemetry.receipt.shapes import Shapes
 from amp_engine.tools.telemetry.step_times import StepTimes, Times
 from amp_engine.tools.telemetry.update_audit import UpdateAudit
 from amp_engine.tools.telemetry.update_report import UpdateReport
+from amp_engine.tools.telemetry.wording import number, plural, size
 
 FORMAT = 1
 """The format number of the JSON; changes when a field changes its meaning."""
@@ -69,9 +70,24 @@ class Receipt(Paged):
         at = self.asked.level or "enabled=False"
         return f"amp receipt: {names} at {at}" if names else f"amp receipt: {at}"
 
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """What to know first: skips, what steps what, memory, and the updates if they were audited."""
+        said = []
+        if steps := sum(one.steps for one in self.optimizers):
+            said.append(f"{number(sum(one.skips for one in self.optimizers))} of {plural(steps, 'step')} skipped.")
+        for by in dict.fromkeys(one.by for one in self.optimizers):
+            names = ", ".join(dict.fromkeys(one.class_name for one in self.optimizers if one.by == by))
+            said.append(f"{names}: stepped by {by}.")
+        parameters = sum(of.elements for model in self.models for of in model.types if of.kind == memory.PARAMETERS)
+        if parameters and self.memory:
+            used = sum(one.bytes for one in self.memory)
+            said.append(f"{size(used)} in all, {used / parameters:.1f} bytes a parameter.")
+        return (*said, *(self.updates.sentences[:1] if self.updates is not None else ()))
+
     def to_json(self) -> str:
         """The sections by name, as JSON of plain types."""
-        fields = {"format": FORMAT, **dataclasses.asdict(self)}
+        fields = {"format": FORMAT, "verdict": self.verdict, **dataclasses.asdict(self)}
         return json.dumps(fields, indent=1, allow_nan=False, default=dtype_name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -87,6 +103,7 @@ class Receipt(Paged):
         times = step_times.blocks(self.times) if self.times else [Sentence(_NO_TIMES, "soft")]
         updates = update_page.blocks(self.updates) if self.updates else [Sentence(_NO_UPDATES, "soft")]
         sections = (
+            Section("Verdict", [Sentence(sentence) for sentence in self.verdict]),
             asked.section(self.asked),
             models.section(self.models),
             functions.section(self.functions),

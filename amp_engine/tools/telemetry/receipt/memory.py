@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_engine.engine import Engine
 from amp_engine.ground.distributed import local_of
 from amp_engine.stepping.beside import Master, Remainder
+from amp_engine.stepping.exact import exact_of
 from amp_engine.tools.diagnosis.recorder import tensors_in
 from amp_engine.tools.page.page import Section, Table
 from amp_engine.tools.telemetry.receipt.models import measured
@@ -53,7 +54,7 @@ def described(engine: Engine) -> tuple[Memory, ...]:
     count = _Count()
     count.add(PARAMETERS, params)
     count.add(BUFFERS, (b for model in models for b in measured(model.buffers())))
-    beside = [kept for one in records for kept in one.columns.beside]
+    beside = [kept for p in params if isinstance(p, nn.Parameter) for kept in exact_of(p)]
     count.add(MASTERS, (kept.weight for kept in beside if isinstance(kept, Master)))
     count.add(REMAINDERS, (kept.bits for kept in beside if isinstance(kept, Remainder)))
     for one in records:

@@ -8,7 +8,7 @@ from amp_engine.tools.page.page import Block, Sentence, Table
 from amp_engine.tools.telemetry.update_report import AuditedOptimizer, AuditedTensor, UpdateReport, at_most
 from amp_engine.tools.telemetry.wording import number, plural, share, size
 
-SHOWN = 30
+SHOWN = 10
 """The table shows this many tensors, the first ones."""
 
 _HEAD = ("tensor", "weight", "shape", "erased", "never moved", "step / spacing", "take")

@@ -215,7 +215,8 @@ def clone(tmp_path) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [(torch.randn(4, 8), torch.randn(4, 8))]
     """
-    script = re.sub(r"^ +", "", names, flags=re.MULTILINE) + readme.code
+    scaled = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"  # which `advise` looks for
+    script = re.sub(r"^ +", "", names, flags=re.MULTILINE) + readme.code.replace("loss.backward()", scaled)
     for path in ("train.py", "package/train.py", "path/to/project/train.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(script)

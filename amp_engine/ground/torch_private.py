@@ -1,8 +1,8 @@
 """The private names of torch that amp_engine uses, which torch does not promise to keep.
 
 No other file of the package imports or calls a private name of torch, so that tests/test_torch_private.py shows which
-names a new torch broke. All of them worked in the versions of `SEEN_IN`. csrc/storage.h has the C++ names that are not
-in torch's public headers. `torch._foreach_*` is documented, and not listed here.
+names a new torch broke. All of them worked in the versions of `SEEN_IN`. `torch._foreach_*` is documented, and not
+listed here.
 """
 
 from __future__ import annotations

@@ -103,12 +103,8 @@ class FusedStep:
         self._needs_state1: list[bool] = []
         self._group_sizes: list[int] = []
         self._form = StateForm(rule)
+        self.has_stepped = False  # True once the kernels have stepped
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
-
-    @property
-    def has_stepped(self) -> bool:
-        """True if the kernels have stepped the tensors that the optimizer steps now."""
-        return bool(self._weights)
 
     @property
     def moment_dtype(self) -> torch.dtype:
@@ -189,7 +185,7 @@ class FusedStep:
     def forget(self) -> None:
         """Let go of the state of the last step, which other state has replaced."""
         self._captured += [table for table in self._tables if table.is_captured]
-        self._tables, self._inner = [], []
+        self._tables, self._weights, self._inner = [], (), []
 
     def release(self) -> None:
         """Restore torch's form of the state: each count is its own tensor, on the CPU. Waits for the device."""
@@ -324,7 +320,7 @@ class FusedStep:
             )
             for device, rows in by_device.items()
         ]
-        self._weights, self._copies = tuple(weights), tuple(copies)
+        self._weights, self._copies, self.has_stepped = tuple(weights), tuple(copies), True
         self._inner = list(optimizer.state.values())
 
     def _live_optimizer(self) -> Optimizer:

@@ -394,8 +394,7 @@ class Record:
     def look(self, backward: Backward) -> list[Checked]:
         """Check the present gradients, which are unscaled and stay as they are. No host sync."""
         self.take_gradients()
-        if self.clip is not None and not self._is_written_after_clip():
-            self.complete_gradients()  # others were dropped, or joined
+        self._complete_clip()
         self.pending.forget_backwards()  # what was found of gradients before decides no more
         checked = self._look(backward, True, None, keeps=False)
         self.passed, self.has_left = None, False
@@ -700,8 +699,9 @@ class Record:
     def refuse_unscaled(self) -> None:
         """Raise AmpStateError if a step would take half gradients that no scaled backward left, at a level that scales.
 
-        Exits leave float32 gradients beside masters, so half ones are of another backward.
+        Exits and clippings leave float32 gradients beside masters, so half ones are of another backward.
         """
+        self._complete_clip()
         mask = self.rows.columns.plain_mask
         for row, p in enumerate(self.rows.columns.params):
             if not mask[row] and p.grad is not None and is_low_precision(p.grad) and not arithmetic.is_zero(p.grad):
@@ -780,6 +780,11 @@ class Record:
             return False
         params, plain = clip.columns.params, clip.columns.plain_mask
         return any(was and not plain[row] and params[row].grad is not None for row, was in clip.marks.moved())
+
+    def _complete_clip(self) -> None:
+        """Clip now what the step was to clip, where parameters left or joined since."""
+        if self.clip is not None and not self._is_written_after_clip():
+            self.complete_gradients()
 
     def complete_gradients(self) -> None:
         """Unscale and clip now what the step was to unscale and clip."""

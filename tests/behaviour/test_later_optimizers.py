@@ -443,6 +443,7 @@ def test_one_that_cannot_have_what_the_level_gives_is_refused() -> None:
 
 
 def test_messages_say_what_masters_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    amp.replace_engine(Engine())  # which has said nothing yet
     model = half_model()
     amp.initialize(model, opt_level="O5")
     assert "gets FP32 masters at its first step, from the bfloat16 parameters." in capsys.readouterr().out
@@ -456,6 +457,7 @@ def test_messages_say_what_masters_start_from(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_state_that_torch_has_rounded_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    amp.replace_engine(Engine())
     model = half_model()
     first = adamw(model.parameters())
     train(initialized(model, first), first)

@@ -229,6 +229,20 @@ def test_moments_that_a_checkpoint_replaces_are_free_at_once(any_level: str) -> 
     assert [reference() for reference in references] == [None] * 2
 
 
+@pytest.mark.parametrize("any_level", LEVELS)
+def test_an_optimizer_without_state_steps_after_a_checkpoint(any_level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=any_level, verbosity=0)
+    for _ in range(3):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        backward(model(torch.ones(2, 4)).float().square().mean(), optimizer)
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_an_engine_that_is_collected_while_a_module_registers_parameters_does_not_disturb_it() -> None:
     engines: list[Engine] = []
 

@@ -31,6 +31,8 @@ def resume(ref: Reference) -> None:
         ref.write_back(o)
         ref.forget(o)
         ref.skipped[o] = ref.left[o] = False
+    for name in [name for name in ref.masters if not ref.is_owned(name)]:  # new models have none
+        del ref.masters[name], ref.home[name]
     for p in ref.params.values():
         p.grad = None
     for scaler in ref.scalers:

@@ -42,7 +42,7 @@ class Reference:
             for new, own in zip(make, groups, strict=True)
         ]
         self.masters: dict[str, nn.Parameter] = {}  # of those low-precision parameters that an optimizer has
-        self.home: dict[str, int] = {}  # their optimizers
+        self.home: dict[str, int | None] = {}  # their optimizers; None: they left their groups
         self.windows: list[Window | None] = [None for _ in groups]
         self.overflowed, self.skipped = [False for _ in groups], [False for _ in groups]
         self.losses = 0  # at a scale of 1
@@ -70,7 +70,11 @@ class Reference:
 
     def entry(self, name: str) -> nn.Parameter:
         """Return the weight that the optimizer steps."""
-        return self.masters[name] if name in self.masters and name not in self.added else self.params[name]
+        return self.masters[name] if self.is_owned(name) and name not in self.added else self.params[name]
+
+    def is_owned(self, name: str) -> bool:
+        """True if an optimizer steps a master; one that left its groups has the value of its parameter only."""
+        return name in self.masters and self.home[name] is not None
 
     def params_of(self, o: int) -> list[nn.Parameter]:
         """Return the model's parameters that an optimizer steps; they have the gradients."""
@@ -82,8 +86,8 @@ class Reference:
 
     def forward(self, m: int, x: Tensor, *args: Any) -> Tensor:
         cast = self.level in ("O2", "O3", "O5")
-        with torch.no_grad():  # also of those that have left their group since
-            for name in [name for name in self.written - self.moved if name in self.masters]:
+        with torch.no_grad():
+            for name in [name for name in self.written - self.moved if self.is_owned(name)]:
                 self.params[name].copy_(self.masters[name])
                 self.written.discard(name)
         return self.models[m](x.to(self.dtype), *args).float() if cast else self.models[m](x, *args)
@@ -95,21 +99,22 @@ class Reference:
         gone = [name for name, home in self.home.items() if home == o and name not in self.names(o)]
         gone += [name for name in self.added if name in self.masters and not self.params[name].requires_grad]
         for name in gone:
-            del self.masters[name], self.home[name]
+            self.home[name] = None
         self.added.difference_update(self.names(o))
         self.regrouped.discard(o)
         for name in self.names(o) if self.by_master else ():
             param = self.params[name]
-            if name not in self.masters and param.dtype != torch.float32 and param.requires_grad:
-                self.masters[name] = nn.Parameter((exact or self.params)[name].float().clone())
+            if not self.is_owned(name) and param.dtype != torch.float32 and param.requires_grad:
+                if name not in self.masters:
+                    self.masters[name] = nn.Parameter((exact or self.params)[name].float().clone())
+                    self.moved.discard(name)
                 param.grad_dtype = None  # its gradient may be FP32
                 self.home[name] = o
-                self.moved.discard(name)
                 if param in optimizer.state:
                     optimizer.state[self.masters[name]] = optimizer.state.pop(param)
         for group, names in zip(optimizer.param_groups, self.groups[o], strict=True):
             group["params"] = [self.entry(name) for name in names]
-        now = [[(name, name in self.masters) for name in group] for group in self.groups[o]]
+        now = [[(name, self.is_owned(name)) for name in group] for group in self.groups[o]]
         if now != self.scanned[o]:
             self.scanned[o], self.looked[o] = now, None
 
@@ -122,7 +127,7 @@ class Reference:
     @torch.no_grad()
     def refresh(self, o: int) -> None:
         """Masters follow parameters that the user wrote."""
-        for name in [name for name in self.names(o) if name in self.masters and name in self.moved]:
+        for name in [name for name in self.names(o) if self.is_owned(name) and name in self.moved]:
             self.masters[name].copy_(self.merged(name))
             self.moved.discard(name)
             self.written.discard(name)
@@ -148,7 +153,7 @@ class Reference:
 
     @torch.no_grad()
     def write_back(self, o: int, only: set[str] | None = None) -> None:
-        for name in [name for name in self.names(o) if name in self.masters and (only is None or name in only)]:
+        for name in [name for name in self.names(o) if self.is_owned(name) and (only is None or name in only)]:
             self.params[name].copy_(self.masters[name])
             self.written.discard(name)
 
@@ -169,7 +174,7 @@ class Reference:
     def widen(self, o: int, only: set[str] | None = None) -> None:
         """Gradients beside masters become FP32: all, or those that are named."""
         was_looked = self.is_looked(o)
-        for name in [name for name in self.names(o) if name in self.masters and (only is None or name in only)]:
+        for name in [name for name in self.names(o) if self.is_owned(name) and (only is None or name in only)]:
             grad = self.params[name].grad
             if grad is not None and grad.dtype != torch.float32:
                 self.params[name].grad = None
@@ -267,7 +272,7 @@ class Reference:
             overflowed |= window.bad
             for name in self.names(o):
                 param, total = self.params[name], window.earlier.get(name)
-                wide = torch.float32 if name in self.masters else param.dtype
+                wide = torch.float32 if self.is_owned(name) else param.dtype
                 total = None if total is None else total.to(wide)
                 if param.grad is not None:
                     overflowed |= not bool(param.grad.isfinite().all())
@@ -316,7 +321,7 @@ class Reference:
         self.skipped[o], self.overflowed[o] = self.overflowed[o], False
         self.left[o], self.passed[o], self.looked[o] = self.skipped[o], None, None
         if not self.skipped[o]:
-            mine = [name for name in self.names(o) if name in self.masters]
+            mine = [name for name in self.names(o) if self.is_owned(name)]
             for name in mine:
                 grad = self.params[name].grad
                 self.masters[name].data.copy_(self.merged(name))  # writes that moved no version
@@ -335,7 +340,7 @@ class Reference:
     def has_half(self, name: str) -> bool:
         """True if no scaled loss left the gradient; one of zeros has no scale."""
         grad = self.params[name].grad
-        return name in self.masters and grad is not None and grad.dtype != torch.float32 and bool(grad.any())
+        return self.is_owned(name) and grad is not None and grad.dtype != torch.float32 and bool(grad.any())
 
     def zero_grad(self, o: int, set_to_none: bool) -> None:
         zero(self.params_of(o), set_to_none)

@@ -132,7 +132,8 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return `{"model": ..., "optimizer": ..., "amp": ...}`. Waits for the device.
 
-        Raises AmpStateError if two optimizers step one parameter: torch would save the state of the second alone.
+        Raises AmpStateError if two optimizers step one parameter: torch would save the state of the second alone; and
+        for state under a key that is no parameter, which has no name.
         """
         from torch.distributed.checkpoint.state_dict import get_state_dict  # slow to import
 
@@ -142,6 +143,14 @@ class TrainingState:
                 "Two of the optimizers given to amp.training_state() step one parameter, whose name does not tell of "
                 "which the state is.  Call amp.training_state(model, optimizer) for each of them."
             )
+        for one in self._optimizers:
+            for key in one.state:
+                if not isinstance(key, Tensor):
+                    raise AmpStateError(
+                        f"{type(one).__name__}.state has an entry under {key!r}, which is no parameter and has no name "
+                        "in the model.  Save optimizer.state_dict() in place of amp.training_state(model, optimizer), "
+                        "or keep it in an attribute of the optimizer."
+                    )
         weights, state = get_state_dict(self._model, self._optimizers)
         return {"model": weights, "optimizer": state, "amp": self._scalers.state_dict()}
 

@@ -244,6 +244,16 @@ def test_two_optimizers_of_one_parameter_are_saved_one_by_one() -> None:
         assert_bitwise(optimizer_values(optimizer), truth)
 
 
+def test_state_of_no_parameter_is_refused_by_name() -> None:
+    model = NORMED_MLP.model()
+    optimizer = ADAMW(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    train(NORMED_MLP, model, optimizer, "c")
+    optimizer.state["count"] = 1
+    with pytest.raises(AmpStateError, match=r"AdamW\.state has an entry under 'count'.*Save optimizer\.state_dict\(\)"):
+        amp.training_state(model, optimizer).state_dict()
+
+
 def test_a_training_state_needs_initialize() -> None:
     model = TRANSFORMER.model()
     with pytest.raises(AmpStateError, match=r"amp\.training_state\(\) was called before"):

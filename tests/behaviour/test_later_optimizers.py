@@ -345,6 +345,7 @@ def test_clipping_looks_after_it() -> None:
     assert_bitwise(*results)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated")  # in torch's compiler
 def test_a_compiled_step_is_looked_after(dynamo: None) -> None:
     model = initialized(half_model())
     optimizer = momentum_sgd(model.parameters())

@@ -72,7 +72,7 @@ class Receipt(Paged):
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """What to know first: skips, what steps what, memory, and the updates if they were audited."""
+        """Sentences about skips, the code that steps, memory, and audited updates."""
         said = []
         if steps := sum(one.steps for one in self.optimizers):
             said.append(f"{number(sum(one.skips for one in self.optimizers))} of {plural(steps, 'step')} skipped.")

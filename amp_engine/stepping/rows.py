@@ -219,17 +219,9 @@ class Rows:
                     )
                 known[id(p)] = None  # type: ignore[assignment]  # keeps its place in the order
                 new.append(p)
-        made: list[Beside] = []
         earlier = [next(exact_of(p), None) for p in new]
-        try:
-            for p, one_before in zip(new, earlier, strict=True):
-                known[id(p)] = self._beside(p, one_before)
-                if known[id(p)] is not one_before:
-                    made.append(known[id(p)])
-        except BaseException:
-            for one in made:
-                discard_exact(one)
-            raise
+        for p, one_before in zip(new, earlier, strict=True):
+            known[id(p)] = self._beside(p, one_before)
         for p, one_before in zip(new, earlier, strict=True):
             if one_before is not None:
                 known[id(p)].is_loaded = True

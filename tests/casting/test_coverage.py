@@ -373,14 +373,18 @@ def measure() -> Measured:
 
 def documented_differences() -> set[tuple[str, str, str, str]]:
     table = DOCS.read_text().split("## Differences to torch.autocast")[1]
-    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
-    return {
-        (name, mix, autocast.strip(), here.strip())
-        for names, mixes, autocast, here, reason in rows
-        if reason.strip()
-        for name in re.findall(r"`([^`]+)`", names)
-        for mix in mixes.strip().split("; ")
-    }
+    found = set[tuple[str, str, str, str]]()
+    above = ""
+    for line in table.splitlines():
+        if not line.startswith("| `"):
+            continue
+        names, types_, reason = map(str.strip, line.strip("|").split("|"))
+        assert reason
+        above = above if types_ == "the same" else types_
+        for mixes, outcomes in (part.split(": ") for part in above.split("; ")):
+            autocast, here = outcomes.split(" → ")
+            found |= {(name, mix, autocast, here) for name in names.split("`")[1::2] for mix in mixes.split(" / ")}
+    return found
 
 
 @without_cuda

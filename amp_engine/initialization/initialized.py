@@ -89,7 +89,7 @@ class Initialized:
     @property
     def models(self) -> list[nn.Module]:
         """Every initialized model, in the order of initialization."""
-        return [m.model for m in self._cast_models if m.model is not None]
+        return [model for cast in self._cast_models if (model := cast.model) is not None]
 
     @property
     def overflows(self) -> OverflowWatch:

@@ -231,21 +231,21 @@ class CastModel:
     def undo(self) -> None:
         """Remove the hooks and restore the original type of each tensor that is still in the model."""
         self.remove_hooks()
-        if self.model is not None:
-            _remove(self.model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of joined parts
-        if self.model is not None and not is_any_sharded(self.model):  # the wrapper decides the types of shards
+        model = self.model  # held: another thread may let go of it meanwhile
+        if model is None:
+            return
+        _remove(model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of joined parts
+        if not is_any_sharded(model):  # the wrapper decides the types of shards
             named = self._came_named
-            came = [
-                (t, self._came.get(t) or named.get(name) or named.get(_plain(name))) for name, t in _tensors(self.model)
-            ]
-            _cast_each(self.model, [(tensor, dtype) for tensor, dtype in came if dtype is not None])
+            came = [(t, self._came.get(t) or named.get(name) or named.get(_plain(name))) for name, t in _tensors(model)]
+            _cast_each(model, [(tensor, dtype) for tensor, dtype in came if dtype is not None])
 
     def remove_hooks(self) -> None:
         """Remove the hooks and leave the types."""
         while self._handles:
             self._handles.pop().remove()
-        if self.model is not None:
-            forget_types(self.model)
+        if (model := self.model) is not None:
+            forget_types(model)
         while self._cast_modules:
             ref, casts, before = self._cast_modules.pop()
             module = ref()

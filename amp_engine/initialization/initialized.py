@@ -90,7 +90,7 @@ class Initialized:
     @property
     def models(self) -> list[nn.Module]:
         """Every initialized model, in the order of initialization."""
-        return [m.model for m in self._cast_models if m.model is not None]
+        return [model for cast in self._cast_models if (model := cast.model) is not None]
 
     @property
     def overflows(self) -> OverflowWatch:
@@ -211,10 +211,7 @@ class Initialized:
 
         Raises AmpTypeError if there is none.
         """
-        record = self.records.get(optimizer) if isinstance(optimizer, Optimizer) else None
-        if record is not None:
-            return record
-        stepping = inner_of(optimizer)
+        stepping, record = inner_of(optimizer), None
         if isinstance(stepping, Optimizer):
             takes_in = takes_in and not self.records.is_rehearsal  # which puts back what would be added to it
             record = self.records.get(stepping) or (self.look_after(stepping) if takes_in else None)
@@ -224,9 +221,8 @@ class Initialized:
                 "since, or another optimizer steps its parameters now.  Call model, optimizer = "
                 "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
             )
-        if stepping is optimizer:
-            return record
-        self.look_after_wrapper(optimizer, stepping)  # the wrapper may have been made after `initialize`
+        if stepping is not optimizer:
+            self.look_after_wrapper(optimizer, stepping)  # the wrapper may have been made after `initialize`
         return record
 
     def record_to_clip(self, optimizer: Optimizer) -> Record | None:

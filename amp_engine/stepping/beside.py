@@ -75,7 +75,6 @@ class Beside(Exact):
         """Give the parameter the value, and its gradient that type: the end of this object."""
         param, grad = self.param, self.param.grad
         value = self.value() if self.in_sync() or self.counts() else param.detach().float()
-        param.grad = None
         param.data = value
         # torch's own: gradients have the type of the parameter.
         param.grad_dtype = None

@@ -88,6 +88,7 @@ build/zoo/.installed: tests/zoo/requirements.txt
 # mkdocs-material would print that a mkdocs 2 may come, which needs no action.
 site: .venv/.extra-docs  ## the docs as a website, in build/site/index.html; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --config-file .ci/site/mkdocs.yml
+	@echo "With the search: $(BIN)/python -m http.server -d build/site, then http://localhost:8000. Without it: build/site/index.html"
 
 # One release of each minor version, oldest first: the wheel fits all releases of each minor version.
 DIST_TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1

@@ -27,7 +27,8 @@ from amp_engine.ground import messages
 from tests.gpu_run import steps
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SITE = ROOT / ".ci/site/pages"  # the front page and the API
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *SITE.glob("**/*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -173,7 +173,7 @@ class CastModel:
         try:
             computes = None
             if dtype in LOW_PRECISION or saves_float32:
-                self._handles += hook_model(model)
+                self._handles += hook_model(model, saves_float32)
             if dtype is not None:
                 targets = cast_targets(model, dtype, keep_batchnorm_fp32)
                 came = {id(tensor): tensor.dtype for tensor, to in targets if tensor.dtype is not to}

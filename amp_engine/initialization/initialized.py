@@ -27,6 +27,7 @@ from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.request import Request
 from amp_engine.initialization.sharded_since import refusal_of_replaced, refuse_sharded_since
+from amp_engine.initialization.state_dict import hold_loaded_no_longer
 from amp_engine.kernels import missing
 from amp_engine.levels import report
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
@@ -155,7 +156,7 @@ class Initialized:
                     cast_model.take_over(earlier)
                     self._cast_models.remove(earlier)
             self._cast_models += cast_models
-            self._keep_with_models([one for of in self.records.all for one in of.columns.beside if one is not None])
+            self._keep_with_models()
         except BaseException:
             with ExitStack() as undo:  # runs all callbacks, even if one raises
                 undo.callback(put_back)
@@ -283,6 +284,7 @@ class Initialized:
         self._requests.clear()
         optimizers = self.records.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
+        self._keep_with_models()
         # Parameters with masters are FP32 in between, even if they end as half.
         beside = {key: one for model in self.models for key, one in self._beside.get(model, {}).items()}
         with_masters = [one.rows for one in self.records.all if one.rows.kind is not None]
@@ -365,18 +367,16 @@ class Initialized:
         apex_face.take_off(optimizer)  # lets go of the record
         self.records.remove(optimizer)
 
-    def _keep_with_models(self, made: Sequence[Beside] = (), gone: Sequence[Beside] = ()) -> None:
+    def _keep_with_models(self, gone: Sequence[Beside] = ()) -> None:
         """Keep what lies beside parameters with the models that have these; forget what no model has any more.
 
         Args:
-            made: of parameters that an optimizer has now.
             gone: of parameters that an optimizer has no longer.
         """
-        known = [self._beside.get(model, {}) for model in self.models]
-        for model, kept in zip(self.models, known, strict=True):
-            ids = {id(p) for p in model.parameters()}
-            ours = (one for one in (*kept.values(), *made, *gone) if id(one.param) in ids)
-            self._beside[model] = {id(one.param): one for one in ours if one in exact_of(one.param)}
+        for model in self.models:
+            beside = (one for p in model.parameters() for one in exact_of(p) if isinstance(one, Beside))
+            self._beside[model] = {id(one.param): one for one in beside}
+            hold_loaded_no_longer(model)
         for one in gone:
             if not any(id(one.param) in self._beside[model] for model in self.models) and one in exact_of(one.param):
                 one.forget()
@@ -434,9 +434,9 @@ class Initialized:
         is_split = policy.master_weights == "split"
         of_self = weakref.ref(self)
 
-        def keep(made: Sequence[Beside], gone: Sequence[Beside]) -> None:
+        def keep(gone: Sequence[Beside]) -> None:
             if (initialized := of_self()) is not None:
-                initialized._keep_with_models(made, gone)
+                initialized._keep_with_models(gone)
 
         if is_split:
             rows = Rows(optimizer, Remainder, exact, keep_with_models=keep)

@@ -23,21 +23,30 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.initialization import as_it_came
+from amp_engine.stepping.beside import Master
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.rows import make_for_joined
+
+# Module of a model with masters -> masters of its parameters that a checkpoint gave before an optimizer did, by name.
+_LOADED: weakref.WeakKeyDictionary[nn.Module, dict[str, Master]] = weakref.WeakKeyDictionary()
 
 # State dictionary -> memory of a tensor in it -> its first name there.
 _FIRST_NAMES: Any = WeakIdKeyDictionary()
 
 
-def hook_model(model: nn.Module) -> Iterator[RemovableHandle]:
+def hook_model(model: nn.Module, has_masters: bool) -> Iterator[RemovableHandle]:
     """Make `model` and each of its modules save and load float32 weights, also modules that join it.
 
     Yields handles that remove the hooks, except those on modules that joined; one by one, for callers that an interrupt
     makes undo them.
+
+    Args:
+        has_masters: True to keep float32 values that are loaded before an optimizer steps the parameters.
     """
     for module in model.modules():
         yield from _hook(module)
+        if has_masters:
+            _LOADED.setdefault(module, {})
     joining = register_module_module_registration_hook(hook_joining)
     yield joining
     weakref.finalize(model, joining.remove).atexit = False
@@ -57,19 +66,21 @@ def hook_joining(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if isinstance(child, nn.Module) and _is_hooked(module):
         cast_joining(child, module)
         for one in child.modules():
-            _hook_if_new(one)
+            _hook_if_new(one, module)
 
 
 def hook_children(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """State-dict pre-hook: add hooks to modules that were put into `module._modules`, as `ModuleList.insert` does."""
     for child in module._modules.values():
         if child is not None:
-            _hook_if_new(child)
+            _hook_if_new(child, module)
 
 
-def _hook_if_new(module: nn.Module) -> None:
+def _hook_if_new(module: nn.Module, parent: nn.Module) -> None:
     if not _is_hooked(module) and not isinstance(module, torch.jit.ScriptModule):
         list(_hook(module))
+        if parent in _LOADED:
+            _LOADED.setdefault(module, {})
 
 
 def forget_types(model: nn.Module) -> None:
@@ -77,6 +88,14 @@ def forget_types(model: nn.Module) -> None:
     for module in model.modules():
         if not _is_hooked(module):
             as_it_came.forget(module)
+            _LOADED.pop(module, None)
+
+
+def hold_loaded_no_longer(model: nn.Module) -> None:
+    """Let go of masters that a checkpoint gave: from here on the caller holds them."""
+    for module in model.modules():
+        if loaded := _LOADED.get(module):
+            loaded.clear()
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -129,23 +148,35 @@ def keep_incoming(
 ) -> None:
     """Load pre-hook: note where the values of parameters with masters come from, which torch will round.
 
-    Raises AmpStateError for `load_state_dict(..., assign=True)`.
+    A half parameter that no optimizer has stepped yet gets its master here, if its value is float32.
+
+    Raises AmpStateError for `load_state_dict(..., assign=True)` where there are masters.
     """
     del torch_reports
     hook_children(module, prefix, False)
+    assigns = local_metadata.get("assign_to_params_buffers")
     params = module._parameters.values()
     if any(p is not None and is_low_precision(p) and next(exact_of(p), None) is None for p in params):
         make_for_joined()
     for name, param in module._parameters.items():
         if param is None:
             continue
+        if module in _LOADED and not assigns and _needs_master(param, state_dict.get(prefix + name)):
+            _LOADED[module][name] = Master(param, None)
         for keeper in exact_of(param):
-            if local_metadata.get("assign_to_params_buffers"):
+            if assigns:
                 raise AmpStateError(
                     "load_state_dict(assign=True) would replace the parameters that the optimizer's FP32 masters "
                     "belong to.  Use load_state_dict(state_dict), or load before amp.initialize()."
                 )
             keeper.expect(state_dict, prefix + name)
+
+
+def _needs_master(param: nn.Parameter, value: Any) -> bool:
+    """True if `param`, which nothing lies beside, would have a rounded `value` after torch has loaded it."""
+    is_half = is_low_precision(param) and param.requires_grad and not (is_sharded(param) or param.is_meta)
+    is_wide = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
+    return is_half and is_wide and value.shape == param.shape and next(exact_of(param), None) is None
 
 
 def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:

@@ -205,10 +205,10 @@ def later_optimizer(kind: str, masters: int, is_handed_over: bool, is_rounded: b
 
     Args:
         masters: how many of its parameters have FP32 masters.
-        is_handed_over: True if these start from the masters of an earlier optimizer.
+        is_handed_over: True if these start from values that an earlier optimizer or a checkpoint left.
         is_rounded: True if its state was low-precision.
     """
-    start = "those of the optimizer before it" if is_handed_over else "the parameters"
+    start = "what an earlier optimizer or a checkpoint left" if is_handed_over else "the parameters"
     of_masters = f"  FP32 masters of {masters} parameters start from {start}." if masters else ""
     yield f"Note:  {kind}, which was made after amp.initialize, is looked after from here on.{of_masters}"
     if masters and is_rounded:

@@ -118,11 +118,13 @@ def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False)
 
 
-def own_memory(grad: Tensor) -> Tensor:
-    """Return `grad`, or a copy if it shares memory with other tensors."""
-    # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
+def own_memory(param: Tensor, grad: Tensor) -> Tensor:
+    """Return `grad`, or a copy if the next backward of `param` might write to its memory."""
     if grad.is_sparse or is_sharded(grad):
         return grad
     grad = tensor_lists.written_out(grad)
+    if grad.dtype != param.dtype:
+        return grad
+    # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
     shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
     return grad.clone() if shared else grad

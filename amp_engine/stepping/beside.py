@@ -305,9 +305,6 @@ def round_all(masters: Sequence[Master]) -> None:
 
 def is_laid_out_as(param: Tensor, value: Tensor) -> bool:
     """True if `value` is dense, and has the order in memory of `param` unless `param` has gaps."""
-    is_strided = value.layout is param.layout is torch.strided
-    if is_strided and value.shape == param.shape and value.is_contiguous() and param.is_contiguous():
-        return True  # the quick way for nearly all tensors, of which up to 50,000 come at once
     return (
         kernels.is_dense(value)
         and value.shape == param.shape

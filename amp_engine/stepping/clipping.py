@@ -46,7 +46,7 @@ def of_parameters(given: Sequence[Tensor], everyone: Sequence[Record]) -> Clippe
         for beside, weight in zip(one.columns.beside, one.columns.weights, strict=True):
             if beside is not None and id(weight) in ids:
                 owned[id(weight)] = beside.param
-    params = [owned.get(id(p), p) for p in given] if owned else list(given)
+    params = [owned.get(id(p), p) for p in given]
     ids = set(map(id, params))
     involved = [one for one in everyone if not ids.isdisjoint(one.param_ids())]
     if len(involved) != 1:

@@ -313,7 +313,7 @@ class Record:
         params = self.rows.columns.params
         for row in rows:
             if (grad := params[row].grad) is not None:
-                self._earlier.append((params[row], arithmetic.own_memory(grad)))
+                self._earlier.append((params[row], arithmetic.own_memory(params[row], grad)))
                 params[row].grad = None
 
     def _arrived_unseen(self) -> list[int]:

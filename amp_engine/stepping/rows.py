@@ -91,8 +91,8 @@ class Rows:
         kind: what low-precision parameters get: Master or Remainder; None if they get nothing.
         exact: id of a parameter -> its float32 value from before the model was cast; used until `keep`.
         halves: judges low-precision parameters that get nothing; None if they are allowed.
-        keep_with_models: called with what lies beside new parameters, and with what lies beside those that left the
-            groups; keeps it with the models that have these parameters, and forgets the rest. None: nobody does.
+        keep_with_models: called where parameters joined or left the groups, with what lies beside those that left. It
+            keeps that with the models that have these parameters, and forgets the rest. None: nobody does.
 
     Attributes:
         columns: as of the last scan.
@@ -107,7 +107,7 @@ class Rows:
         kind: type[Master] | type[Remainder] | None = None,
         exact: Mapping[int, Tensor] | None = None,
         halves: HalfWeights | None = None,
-        keep_with_models: Callable[[Sequence[Beside], Sequence[Beside]], None] | None = None,
+        keep_with_models: Callable[[Sequence[Beside]], None] | None = None,
     ) -> None:
         self.kind = kind
         self.joined: list[nn.Parameter] = []
@@ -183,7 +183,7 @@ class Rows:
             if self._keep_with_models is None:
                 one.forget()
         if self._keep_with_models is not None and (new or gone):
-            self._keep_with_models(new, gone)
+            self._keep_with_models(gone)
         if self.scans > 1 and tensor_lists.any_gradient(self.columns.handle):
             before = set(map(id, earlier.params))
             self.joined += [p for p in params if id(p) not in before and p.grad is not None]
@@ -219,17 +219,9 @@ class Rows:
                     )
                 known[id(p)] = None  # type: ignore[assignment]  # keeps its place in the order
                 new.append(p)
-        made: list[Beside] = []
         earlier = [next(exact_of(p), None) for p in new]
-        try:
-            for p, one_before in zip(new, earlier, strict=True):
-                known[id(p)] = self._beside(p, one_before)
-                if known[id(p)] is not one_before:
-                    made.append(known[id(p)])
-        except BaseException:
-            for one in made:
-                discard_exact(one)
-            raise
+        for p, one_before in zip(new, earlier, strict=True):
+            known[id(p)] = self._beside(p, one_before)
         for p, one_before in zip(new, earlier, strict=True):
             if one_before is not None:
                 known[id(p)].is_loaded = True
@@ -400,7 +392,7 @@ class Rows:
         for one in made:
             discard_exact(one)
         if self._keep_with_models is not None:
-            self._keep_with_models([], [])
+            self._keep_with_models([])
         return [(one.param, one.chosen_grad_dtype) for one in made]
 
     def _empty(self) -> None:

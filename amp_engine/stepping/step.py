@@ -279,7 +279,6 @@ class StepHook:
             # torch's own step needs nothing from us. At O4 the forward in a closure needs the casts, so they stay on.
             if not is_own and not is_scaled:
                 record.pending.taken_unseen()
-                record.stepped(may_be_left=False)
                 return None
             args, kwargs = self._run_closure(closure, args, kwargs)
         record.refuse_joined(is_scaled and not owner.scaling.default().is_identity)

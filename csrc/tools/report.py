@@ -18,8 +18,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "cuda"
@@ -47,14 +49,13 @@ MOST_SECTORS = 16  # of 32 bytes, per 512 bytes
 HEAD = """\
 # What the CUDA kernels cost
 
-Made by `python csrc/tools/report.py --table docs/cuda_kernels.md` with nvcc {version}; a test holds it to that.
+How much of a GPU does each kernel take? This is read from the machine code; nothing was measured. Made by
+`python csrc/tools/report.py --table docs/cuda_kernels.md` with nvcc {version}; a test holds it to that.
 
-A row is a loop over elements; loops of the same figures share one. Lists that are aligned to four of their elements
-come in loads of 16 bytes (float32) or 8 (float16, bfloat16), others element by element. In flight is what is loaded
-before any of it is used, in the branch that loads most: loads of a thread, KB of all threads that fit on a
-multiprocessor, and how often that fills the demand. The demand is what an H200's memory delivers to a multiprocessor
-while one load takes, {demand} KB: 31.8 bytes/ns for 800 ns, an estimate. Sectors have 32 bytes, so 16 of them hold 512
-bytes. All of it is the compiler's word and read from the machine code; nothing here was measured.
+No kernel spills registers or touches more sectors than its bytes fill. Loads have 16 bytes (float32) or 8 (float16,
+bfloat16) in lists aligned to four elements, else those of an element. In flight is what a multiprocessor's threads load
+before any of it is used; the demand, {demand} KB, is what an H200's memory delivers to it while one load takes, an
+estimate. Two figures are the least and the most of all loops and both architectures.
 
 """
 
@@ -114,19 +115,24 @@ class Kernel:
                     faults.append(f"a loop of {loop.width}-byte loads touches {loop.sectors} sectors for 512 bytes")
         return faults
 
-    @property
-    def rows(self) -> list[str]:
-        """The rows of the kernel in the table."""
-        start = f"| {self.name} | {self.architecture} | {self.registers} | {self.spills} |"
-        if not self.designed_blocks:
-            return [f"{start} - |{' - |' * 5}"]
-        threads = self.threads * self.blocks
-        rows = [
-            f"{start} {self.blocks} | {loop.width} | {loop.loads} | {loop.bytes * threads / 1000:.0f} "
-            f"| {self.in_flight(loop):.1f} | {loop.sectors} |"
-            for loop in sorted(set(self.loops), key=lambda loop: (-loop.width, -loop.bytes))
-        ]
-        return rows or [f"{start} {self.blocks} |{' - |' * 5}"]
+
+def row(kernels: Sequence[Kernel]) -> str:
+    """The row in the table of a kernel, which is given for each architecture."""
+    cells = [kernels[0].name, span(kernel.registers for kernel in kernels)]
+    if kernels[0].designed_blocks:
+        flights = [kernel.in_flight(loop) for kernel in kernels for loop in kernel.loops]
+        widths = sorted({loop.width for kernel in kernels for loop in kernel.loops}, reverse=True)
+        cells += [span(kernel.blocks for kernel in kernels), ", ".join(map(str, widths))]
+        cells += [span(f"{flight * DEMAND / 1000:.0f}" for flight in flights), span(f"{n:.1f}" for n in flights)]
+    else:
+        cells += ["-"] * 4
+    return f"| {' | '.join(cells)} |"
+
+
+def span(values: Iterable[int | str]) -> str:
+    """The least and the most of them, or the only one."""
+    ordered = sorted(map(str, values), key=float)
+    return " to ".join(dict.fromkeys((ordered[0], ordered[-1]))) if ordered else "-"
 
 
 def kernel_name(mangled: str) -> str:
@@ -368,12 +374,10 @@ class Report:
     @property
     def table(self) -> str:
         """The table, in Markdown."""
-        names = ["kernel", "architecture", "registers", "spills", "blocks per SM", "bytes of a load"]
-        names += ["loads in flight", "KB in flight", "times the demand", "sectors to 512 bytes"]
-        rows = sorted(self.kernels, key=lambda k: (not k.designed_blocks, k.name, k.architecture, k.registers))
-        return "\n".join(
-            [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", *(row for k in rows for row in k.rows)]
-        )
+        names = ["kernel", "registers", "blocks per SM", "bytes of a load", "KB in flight", "times the demand"]
+        ordered = sorted(self.kernels, key=lambda kernel: (not kernel.designed_blocks, kernel.name))
+        rows = [row(list(group)) for _, group in groupby(ordered, lambda kernel: kernel.name)]
+        return "\n".join([f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", *rows])
 
 
 def compiled(source: Path, architecture: str, folder: Path) -> Report:

@@ -211,6 +211,19 @@ def test_a_clip_of_parameters_is_that_of_their_optimizer(level: str) -> None:
     assert_bitwise(outcomes[0], outcomes[1])
 
 
+def test_masters_that_a_script_listed_before_the_backward_are_clipped() -> None:
+    outcomes = []
+    for of_masters in (True, False):
+        model, optimizer = started("O2", OPTIMIZERS["SGD"], NORMED_MLP)
+        listed = list(amp.master_params(optimizer))
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+        norm = amp.clip_grad_norm_(listed if of_masters else optimizer, 1e-2)
+        optimizer.step()
+        outcomes.append((norm, masters(optimizer)))
+        amp.close()
+    assert_bitwise(outcomes[0], outcomes[1])
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_a_clip_of_some_parameters_leaves_the_others_alone(level: str, clip: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import AmpStateError, AmpTypeError, Engine, amp
+from amp_engine.stepping.exact import exact_of
 from tests.models import MLP
 from tests.support import assert_bitwise, momentum_sgd
 
@@ -470,3 +471,105 @@ def test_a_state_that_torch_has_rounded_is_told(capsys: pytest.CaptureFixture[st
     later.load_state_dict(state)
     train(model, later, steps=1)
     assert "Warning:  the state of AdamW was loaded before its masters were made" in capsys.readouterr().out
+
+
+def checkpoint() -> dict[str, Tensor]:
+    """FP32 weights of a run whose model came in bfloat16."""
+    model = half_model()
+    optimizer = momentum_sgd(model.parameters())
+    train(initialized(model, optimizer), optimizer)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.close()
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
+    return saved
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("loads", ["model", "part"])
+def test_masters_start_from_the_checkpoint_that_was_loaded_before_it_was_made(loads: str, split: bool) -> None:
+    saved = checkpoint()
+    options = {"master_weights": "split"} if split else {}
+    model = initialized(half_model(), **options)
+    if loads == "model":
+        model.load_state_dict(saved)
+    else:
+        for prefix, part in model.named_children():
+            part.load_state_dict({k[len(prefix) + 1 :]: v for k, v in saved.items() if k.startswith(prefix + ".")})
+    assert_bitwise(dict(model.state_dict()), saved)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(model, optimizer, steps=1)
+    assert_bitwise(dict(model.state_dict()), saved)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_a_checkpoint_that_is_loaded_again_replaces_what_the_first_one_left() -> None:
+    saved = checkpoint()
+    model = initialized(half_model())
+    model.load_state_dict({name: value + 1.0 for name, value in saved.items()})
+    model.load_state_dict(saved)
+    assert_bitwise(dict(model.state_dict()), saved)
+    model.load_state_dict({name: value.bfloat16() for name, value in saved.items()})
+    assert_bitwise(dict(model.state_dict()), {name: value.bfloat16().float() for name, value in saved.items()})
+
+
+def test_what_is_written_after_a_checkpoint_counts() -> None:
+    saved = checkpoint()
+    model = initialized(half_model())
+    model.load_state_dict(saved)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert not any(bool(value.any()) for value in model.state_dict().values())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(model, optimizer, steps=1)
+    assert not any(bool(value.any()) for value in float32(model).values())
+
+
+@pytest.mark.parametrize("came_in", [torch.bfloat16, torch.float32])
+def test_close_gives_the_checkpoint_back_to_a_model_that_came_in_fp32(came_in: torch.dtype) -> None:
+    saved = checkpoint()
+    model = initialized(MLP.model().to(came_in))
+    model.load_state_dict(saved)
+    amp.close()
+    assert_bitwise(dict(model.named_parameters()), {name: value.to(came_in) for name, value in saved.items()})
+    assert_bitwise(dict(model.state_dict()), {name: value.to(came_in) for name, value in saved.items()})
+
+
+def test_only_what_torch_rounds_and_an_optimizer_may_step_gets_a_master_at_load() -> None:
+    saved = checkpoint()
+    model = half_model()
+    first = next(iter(saved))
+    model.get_parameter(first).requires_grad_(False)
+    initialized(model)
+    model.load_state_dict({name: value if name == first else value.bfloat16() for name, value in saved.items()})
+    assert not any(True for p in model.parameters() for _ in exact_of(p))
+
+
+def test_a_model_at_a_level_without_masters_keeps_no_checkpoint() -> None:
+    saved = checkpoint()
+    model = initialized(half_model(), level="O3")
+    model.load_state_dict(saved)
+    assert_bitwise(
+        {name: value.float() for name, value in model.state_dict().items()},
+        {name: value.half().float() for name, value in saved.items()},
+    )
+
+
+def test_a_checkpoint_goes_with_its_model() -> None:
+    saved = checkpoint()
+    model = initialized(half_model())
+    model.load_state_dict(saved)
+    master = weakref.ref(next(exact_of(next(model.parameters()))))
+    assert master() is not None
+    del model
+    gc.collect()
+    assert master() is None
+
+
+def test_parts_that_join_keep_a_checkpoint_too() -> None:
+    saved = checkpoint()
+    model = nn.Sequential()
+    initialized(nn.Sequential(nn.Linear(2, 2).to(torch.bfloat16), model))
+    model.append(half_model())
+    model.load_state_dict({"0." + name: value for name, value in saved.items()})
+    assert_bitwise(dict(model[0].state_dict()), saved)

@@ -48,10 +48,23 @@ def table() -> dict[tuple[str, str], str]:
     rows = [
         [cell.strip() for cell in line.strip("|\n").split("|")]
         for line in TABLE.read_text().splitlines()
-        if re.match(r"\| (saved by|O\d|GradScaler)", line)
+        if re.match(r"\| (saved by|O\d)", line)
     ]
     (_, *columns), *rows = rows
-    return {(row[0], column): cell for row in rows for column, cell in zip(columns, row[1:], strict=True)}
+    return {
+        (source, target): cell
+        for row in rows
+        for column, cell in zip(columns, row[1:], strict=True)
+        for source in programs(row[0])
+        for target in programs(column.removeprefix("resumed by "))
+    }
+
+
+def programs(cell: str) -> list[str]:
+    """The programs that a cell names; GradScaler stands for it with autocast and without."""
+    return [
+        program for name in cell.split(", ") for program in ((AUTOCAST, PLAIN) if name == "GradScaler" else (name,))
+    ]
 
 
 class Run:

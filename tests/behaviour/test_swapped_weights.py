@@ -122,3 +122,11 @@ def test_what_is_saved_is_what_the_model_computes_with_and_training_goes_on_from
     quiet = run(saves=False)
     amp.close()
     assert_bitwise(run(saves=True), quiet)
+
+
+@pytest.mark.parametrize("kind", [Average, Swap])
+def test_an_average_that_is_swapped_in_after_a_load_is_what_is_saved(kind: type[Average]) -> None:
+    model, _ = started("O2")
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    kind(model).copy_to(model)
+    assert_is_average(parameters_of(model.state_dict(), model), model, "O2")

@@ -373,14 +373,18 @@ def measure() -> Measured:
 
 def documented_differences() -> set[tuple[str, str, str, str]]:
     table = DOCS.read_text().split("## Differences to torch.autocast")[1]
-    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
-    return {
-        (name, mix, autocast.strip(), here.strip())
-        for names, mixes, autocast, here, reason in rows
-        if reason.strip()
-        for name in re.findall(r"`([^`]+)`", names)
-        for mix in mixes.strip().split("; ")
-    }
+    found = set[tuple[str, str, str, str]]()
+    above = ""
+    for line in table.splitlines():
+        if not line.startswith("| `"):
+            continue
+        names, types_, reason = map(str.strip, line.strip("|").split("|"))
+        assert reason
+        above = above if types_ == "the same" else types_
+        for mixes, outcomes in (part.split(": ") for part in above.split("; ")):
+            autocast, here = outcomes.split(" → ")
+            found |= {(name, mix, autocast, here) for name in names.split("`")[1::2] for mix in mixes.split(" / ")}
+    return found
 
 
 @without_cuda
@@ -492,19 +496,21 @@ def test_functions_on_no_list_stay_the_very_objects_of_torch(low: torch.dtype) -
 
 
 def test_the_docs_hold_the_lists() -> None:
-    kinds = {
-        "half": "In low precision",
-        "float": "In FP32",
-        "promote": "Promoted to FP32",
-        "sequence": "Promoted inside of a sequence",
-        "match_self": "In the type of the tensor written to",
-        "refused_in_place": "Refused on float16",
-        "banned": "Banned on float16",
+    page = DOCS.read_text().split("## The lists")[1].split("## What no list reaches")[0]
+    paragraphs = [paragraph for paragraph in page.split("\n\n") if paragraph.startswith("`")]
+    for paragraph, kind in zip(paragraphs, vars(TORCH_FUNCTIONAL), strict=True):
+        listed = {name for _, lists in NAMESPACES for name in getattr(lists, kind) if not name.startswith("__")}
+        assert set(re.findall(r"`(\w+)`", paragraph)) == listed
+
+
+def test_the_docs_say_which_functions_have_the_name_of_a_listed_one_and_are_on_no_list() -> None:
+    every = {name for _, lists in NAMESPACES for names in vars(lists).values() for name in names}
+    unlisted = {
+        f"`{prefix}.{name}`"
+        for prefix, lists in NAMESPACES
+        for name in every - set(itertools.chain(*vars(lists).values()))
+        if not prefix.startswith("torch.distributions") and not name.startswith("__")
+        if hasattr(pkgutil.resolve_name(prefix), name)
     }
-    sections = dict(section.split("\n", 1) for section in DOCS.read_text().split("\n## ")[1:])
-    for kind, title in kinds.items():
-        written = {}
-        for item in sections[title].split("\n* ")[1:]:
-            space, _, names = item.partition(":")
-            written[space] = set(re.findall(r"`(\w+)`", names))
-        assert written == {space: set(getattr(lists, kind)) for space, lists in NAMESPACES if getattr(lists, kind)}
+    (said,) = re.findall(r"are on no list: (.*)\.\n", DOCS.read_text())
+    assert set(said.split(", ")) == unlisted

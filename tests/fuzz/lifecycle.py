@@ -21,6 +21,7 @@ def load(ref: Reference, exact: dict[str, Tensor], buffers: list[list[Tensor]]) 
     ref.written.clear()
 
 
+@torch.no_grad()
 def resume(ref: Reference) -> None:
     """Resume from a checkpoint of now, without gradients."""
     for o in range(len(ref.groups)):
@@ -31,8 +32,11 @@ def resume(ref: Reference) -> None:
         ref.write_back(o)
         ref.forget(o)
         ref.skipped[o] = ref.left[o] = False
-    for name in [name for name in ref.masters if not ref.is_owned(name)]:  # new models have none
-        del ref.masters[name], ref.home[name]
+    for name in [name for name in ref.masters if not ref.is_owned(name)]:  # the checkpoint gives new models theirs
+        ref.masters[name].data = ref.exact(name).clone()
+        ref.params[name].copy_(ref.masters[name])
+        ref.moved.discard(name)
+        ref.written.discard(name)
     for p in ref.params.values():
         p.grad = None
     for scaler in ref.scalers:

@@ -18,8 +18,8 @@ from tests.gpu_run.stages import OK, UNFINISHED
 DOCS = Path(__file__).parents[2] / "docs"
 HEAD = """# On a GPU
 
-What has run on a GPU, where, when and on which commit. `make gpu` makes the reports ([benchmarks.md](benchmarks.md)
-says how and what its numbers mean); `python -m tests.gpu_run.page` makes this page of those under `docs/gpu`.
+How fast is it on a GPU, and what has run on one? `make gpu` measures yours ([benchmarks.md](benchmarks.md#gpus)
+says how, and what the numbers mean); `python -m tests.gpu_run.page` makes this page of the reports under `docs/gpu`.
 """
 NOTHING = """
 **Nothing has run on a GPU yet.** The CUDA kernels compile, and run on a simulator of blocks and threads with the CPU's

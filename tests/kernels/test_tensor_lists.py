@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -193,3 +194,32 @@ def test_entries_are_compared_with_as_many_objects() -> None:
     assert not tensor_lists.same_entries([{"a": one}], [("a", [one]), ("b", [one])])
     with pytest.raises(ValueError, match="same_entries|zip"):
         tensor_lists.same_entries([{"a": one}], [("a", [])])
+
+
+def test_new_float32_gradients_are_apart_and_laid_out_as_the_half_ones() -> None:
+    halves = [torch.ones(n, dtype=torch.bfloat16) for n in (1, 16, 17, 4096, 4097, 0)]
+    halves += [torch.ones(5, 3, dtype=torch.half).t(), *[torch.ones(4000, dtype=torch.half) for _ in range(80)]]
+    made = tensor_lists.unscaled_outputs(bytes(len(halves)), tensor_lists.gradients(_params_of(halves)).tensors)
+    tensors = [made[i] for i in range(len(halves))]
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i)
+    for i, (half, tensor) in enumerate(zip(halves, tensors, strict=True)):
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (torch.float32, half.shape, half.stride())
+        assert bool((tensor == i).all())
+        assert tensor.data_ptr() % 16 == 0
+        assert tensor._version == 1
+
+
+def test_memory_that_small_gradients_share_is_no_larger_than_they_are(backend: str) -> None:
+    if backend == "plain":
+        pytest.skip("in Python each has memory of its own")
+    halves = [torch.ones(16, dtype=torch.half) for _ in range(3)]
+    made = tensor_lists.unscaled_outputs(bytes(3), tensor_lists.gradients(_params_of(halves)).tensors)
+    assert [made[i].untyped_storage().nbytes() for i in range(3)] == [3 * 64] * 3
+
+
+def _params_of(halves: Sequence[Tensor]) -> Any:
+    params = [nn.Parameter(torch.zeros_like(half)) for half in halves]
+    for param, half in zip(params, halves, strict=True):
+        param.grad = half
+    return tensor_lists.params(params)

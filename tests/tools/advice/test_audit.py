@@ -296,3 +296,11 @@ def test_a_wrong_command_line_is_told(line: str, said: str, capsys: Any) -> None
         status = e.code  # type: ignore[assignment]
     assert status == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_help_shows_the_command_as_it_is_typed_and_its_options(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        amp_engine_main.main(["audit", "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m amp_engine audit [options] script.py")
+    assert all(option in out for option in ("--steps", "--every", "--json"))

@@ -165,6 +165,11 @@ def test_a_scale_that_is_nearly_found_is_nothing_to_do(capsys: pytest.CaptureFix
     assert "keep" not in said
 
 
+def test_a_gradient_that_overflows_at_every_scale_wants_another_type(capsys: pytest.CaptureFixture[str]) -> None:
+    said = diagnosis_of(capsys, lambda index: {"rotten": INF})
+    assert said.endswith("(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5').")
+
+
 def test_nan_at_every_scale_is_a_derivative_that_is_not_defined(capsys: pytest.CaptureFixture[str]) -> None:
     said = diagnosis_of(capsys, lambda index: {"rotten": NAN})
     assert "It is NaN at each scale from 65536 to 512." in said

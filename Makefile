@@ -34,7 +34,7 @@ export PIP_COMPILE ?= 0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test test-all fuzz stress bench evidence clients zoo site dist lint format sanitize cuda-venv cuda-build gpu \
+.PHONY: help demo test test-all fuzz stress bench evidence clients zoo pictures site dist lint format sanitize cuda-venv cuda-build gpu \
 	gpu-carry clean
 
 help:  ## this list
@@ -86,8 +86,12 @@ build/zoo/.installed: tests/zoo/requirements.txt
 	touch $@
 
 # mkdocs-material would print that a mkdocs 2 may come, which needs no action.
+pictures: $(INSTALLED)  ## draw docs/pictures again, from what the code computes and prints now
+	for script in docs/pictures/*.py; do PYTHONPATH=. $(BIN)/python $$script || exit; done
+
 site: .venv/.extra-docs  ## the docs as a website, in build/site/index.html; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --config-file .ci/site/mkdocs.yml
+	@echo "With the search: $(BIN)/python -m http.server -d build/site, then http://localhost:8000. Without it: build/site/index.html"
 
 # One release of each minor version, oldest first: the wheel fits all releases of each minor version.
 DIST_TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1

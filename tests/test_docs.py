@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from amp_engine import amp
+from amp_engine import amp, kernels
 from amp_engine.apex import finder
 from amp_engine.ground import messages
 from tests.gpu_run import steps
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SITE = ROOT / ".ci/site/pages"  # the front page and the API
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *SITE.glob("**/*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -143,6 +144,39 @@ def test_two_pages_have_the_bytes_of_a_step_that_the_benchmark_counts():
     assert ours in speed
     for page in (speed, stepping):
         assert re.search(rf"GradScaler,? \D* 52, with clipping {steps.PEER:.0f}\b", page)
+
+
+# Pictures
+
+PICTURES = ROOT / "docs/pictures"
+DRAWN = [path.stem for path in sorted(PICTURES.glob("*.py")) if path.stem not in ("audit", "svg")]  # the audit is slow
+
+
+def test_each_picture_is_drawn_by_a_script_and_shown_on_a_page():
+    drawn = {path.with_suffix(".py").name for path in PICTURES.glob("*.svg")}
+    assert drawn == {path.name for path in PICTURES.glob("*.py")} - {"svg.py"}
+    for picture in PICTURES.glob("*.svg"):
+        assert any(f"pictures/{picture.name})" in page.read_text() for page in PAGES), picture
+
+
+def words_of(picture: Path) -> str:
+    """The words of an SVG, without numbers that differ from machine to machine, and as if no line was wrapped."""
+    return re.sub(
+        r"[\d.,]+|-{2,}", "#", " ".join(" ".join(re.findall(r">([^<]+)</text>", picture.read_text())).split())
+    )
+
+
+@pytest.mark.skipif(not kernels.has_native(torch.device("cpu")), reason="the pictures are of the compiled kernels")
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_shows_what_the_code_computes_and_prints(name, tmp_path):
+    for script in (f"{name}.py", "svg.py"):
+        (tmp_path / script).write_text((PICTURES / script).read_text())
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, tmp_path / f"{name}.py"], env=environment, check=True, timeout=300)
+    drawn, kept = tmp_path / f"{name}.svg", PICTURES / f"{name}.svg"
+    assert words_of(drawn) == words_of(kept), "draw it again: make pictures"
+    if name in ("bits", "memory", "step"):
+        assert drawn.read_text() == kept.read_text(), "draw it again: make pictures"
 
 
 # Code

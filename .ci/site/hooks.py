@@ -14,19 +14,27 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from amp_engine import amp
 
 ROOT = Path(__file__).parents[2]
-TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE")
+PAGES = Path(__file__).parent / "pages"
+TOP = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE")
+SHARED = ("Measured", "When not to use it")  # sections of README.md that the front page has, too
 LINK = re.compile(r"\[([^]]*)\]\((?!https?:|#)([^)#\s]+)")
 log = logging.getLogger("mkdocs.hooks.amp_engine")
 
 
 def on_files(files: Files, config: Any) -> None:
-    """Add the pages of the repository's top, the examples, and the signatures."""
-    api = (Path(__file__).parent / "pages" / "api.md").read_text()
+    """Add the pages of .ci/site/pages and of the repository's top, and the examples."""
+    pages = {path.relative_to(PAGES).as_posix(): path.read_text() for path in sorted(PAGES.rglob("*.md"))}
+    pages["index.md"] += "".join(_section_of_readme(heading) for heading in SHARED)
+    signatures = "".join(pages.values())
     for name in sorted(amp.__all__):
-        if f"::: amp.{name}\n" not in api:
-            log.warning("amp.%s is public, and not in .ci/site/pages/api.md", name)
-    api = re.sub(r"^::: amp\.(\w+)$", lambda match: f"::: {_origin(match[1])}", api, flags=re.MULTILINE)
-    pages = {"api.md": api, **{_place(name): (ROOT / name).read_text() for name in TOP}}
+        if f"::: amp.{name}\n" not in signatures:
+            log.warning("amp.%s is public, and on no page of .ci/site/pages/api", name)
+    names = (f"[`{name}`][{_origin(name)}]" for name in sorted(amp.__all__, key=str.lower))
+    pages["api/index.md"] += f"\n## All names of amp\n\n{' · '.join(names)}\n"
+    of_amp = re.compile(r"^::: amp\.(\w+)$", re.MULTILINE)
+    pages = {place: of_amp.sub(lambda match: f"::: {_origin(match[1])}", text) for place, text in pages.items()}
+    pages.update({_place(name): (ROOT / name).read_text() for name in TOP})
+    files.append(File.generated(config, "site.css", content=(Path(__file__).parent / "site.css").read_text()))
     for path in sorted((ROOT / "examples").glob("*.py")):
         name = f"examples/{path.name}"
         pages[_place(name)] = f"# {name}\n\n```python\n{path.read_text()}```\n"
@@ -56,6 +64,15 @@ def _origin(name: str) -> str:
     return f"{written.__module__}.{written.__qualname__}"
 
 
+def _section_of_readme(heading: str) -> str:
+    """A section of README.md, with the links that it needs on the front page."""
+    section = re.search(rf"^## {heading}\n.*?(?=^## |\Z)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    if section is None:
+        log.warning("README.md has no section %r, which the front page shows, too", heading)
+        return ""
+    return "\n" + LINK.sub(r"[\1](../../../\2", section[0])
+
+
 def _title(source: str) -> str:
     """The heading of a document."""
     return (ROOT / source).read_text().partition("\n")[0].removeprefix("# ")
@@ -63,8 +80,8 @@ def _title(source: str) -> str:
 
 def _place(source: str) -> str:
     """Of a file of the repository, its place on the site."""
-    if source == "README.md":
-        return "index.md"
+    if source.startswith(".ci/site/pages/"):
+        return source.removeprefix(".ci/site/pages/")
     if source == "LICENSE" or source.startswith("examples/"):
         return source.removesuffix(".py") + ".md"
     return source.removeprefix("docs/")
@@ -72,7 +89,9 @@ def _place(source: str) -> str:
 
 def _source(place: str) -> str:
     """Of a page on the site, its file in the repository."""
-    return {"index.md": "README.md"}.get(place) or (place if place in TOP else f"docs/{place}")
+    if (PAGES / place).exists():
+        return f".ci/site/pages/{place}"
+    return place if place in TOP or place.startswith("examples/") else f"docs/{place}"
 
 
 def _refuse_lists_without_a_blank_line(markdown: str, here: str) -> None:

@@ -333,3 +333,15 @@ def test_the_package_exports_its_classes_and_all_of_amp():
     names = {}
     exec("from amp_engine import *", names)
     assert all(names[name] is getattr(amp_engine, name) for name in amp_engine.__all__)
+
+
+def strings_of(path):
+    """The strings of a file that are no docstrings."""
+    whole = tree(path)
+    docstrings = {id(node.value) for node in ast.walk(whole) if isinstance(node, ast.Expr)}
+    return [n.value for n in ast.walk(whole) if isinstance(n, ast.Constant) and id(n) not in docstrings]
+
+
+def test_no_message_names_a_page_that_an_installation_lacks():
+    named = {name: [one for one in strings_of(path) if ".md" in str(one)] for name, path in MODULES.items()}
+    assert {name: found for name, found in named.items() if found} == {}

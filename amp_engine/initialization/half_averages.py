@@ -38,7 +38,7 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
         f"A moving average of this model was made as a copy of it, whose parameters are {dtype_name(dtype)}: small "
         "updates of it are rounded away, and the average stands still.  For one in FP32 that follows the "
         "masters type averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.9999)) and "
-        "averaged.update_parameters(model); for a class of your own see 'Moving averages' in docs/training_loop.md.",
+        "averaged.update_parameters(model); a class of your own averages amp.master_params(optimizer).",
         AmpWarning,
         stacklevel=depth,
     )

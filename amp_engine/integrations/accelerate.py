@@ -40,7 +40,7 @@ def use(accelerator: Accelerator, opt_level: str = "O1", **options: Any) -> AmpA
     if accelerator.distributed_type not in _TAKEN:
         raise AmpStateError(
             f"use() was given an Accelerator of {accelerator.distributed_type}, which casts and shards by itself.  Use "
-            "one process or MULTI_GPU; for shards see docs/several_gpus.md."
+            "one process or MULTI_GPU; for shards call torch's fully_shard(model) before amp.initialize, without use()."
         )
     kind: Any = AmpAccelerator
     if type(accelerator) is not Accelerator:

@@ -13,7 +13,7 @@ from typing import Any
 
 from amp_engine.tools.advice.figures import MOST_DIFFERENCE, NOISES, Comparison, Figures, compared
 from amp_engine.tools.advice.recommendation import LEAST_GAIN, Recommendation, recommend, why_not
-from amp_engine.tools.advice.records import BASE, Dropped, Trial
+from amp_engine.tools.advice.records import BASE, OWN, Dropped, Trial
 from amp_engine.tools.page.page import Page, Paged, Section, Sentence, Table, Verbatim
 from amp_engine.tools.telemetry import wording
 from amp_engine.tools.telemetry.wording import plural
@@ -131,8 +131,12 @@ def _notes(advice: Advice) -> Iterator[str]:
     else:
         yield (
             "The script has no amp.  It was tried with amp.initialize(model, optimizer, opt_level=...) after its first "
-            "step, which is not counted, with amp.scale_loss(loss, optimizer) around loss.backward(), and with "
-            "amp.clip_grad_norm_: to train at a level, write these, the first before the first step."
+            f"step, which is not counted.  {_what_to_type(base.before)}"
+        )
+    if base.came is not None:
+        yield (
+            f"Its weights are {base.came}: `{OWN}` is its own run, without FP32 masters.  O1 and O4 refuse such "
+            "weights and are not tried.  python -m amp_engine audit says what rounding erases of its steps."
         )
     if base.steps < advice.steps:
         yield _ended_early(base, advice.steps)
@@ -150,6 +154,18 @@ def _notes(advice: Advice) -> Iterator[str]:
             f'Losses differ at {", ".join(differing)}: amp.find_fp32_modules(model, step_fn, "{differing[0]}") names '
             "the modules to keep in FP32."
         )
+
+
+def _what_to_type(before: str) -> str:
+    if before:
+        return (
+            f"To train at O4 or O5 type amp.initialize(model, opt_level=...) before {before}; O1 and O2 scale losses, "
+            "for which amp_engine.integrations has adapters."
+        )
+    return (
+        "To train at O4 or O5 type this line before the loop; at O1 and O2 also `with amp.scale_loss(loss, optimizer) "
+        "as scaled_loss: scaled_loss.backward()` and amp.clip_grad_norm_(optimizer, ...)."
+    )
 
 
 def _emulated(advice: Advice) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from amp_engine.tools.advice.figures import Comparison, Figures
-from amp_engine.tools.advice.records import BASE
+from amp_engine.tools.advice.records import BASE, OWN
 from amp_engine.tools.telemetry import wording
 
 LEAST_GAIN = 0.05
@@ -78,7 +78,8 @@ def recommend(comparison: Comparison) -> Recommendation:
             f"O0's at {names}.",
         )
     else:
-        return Recommendation(BASE, f"Stay at O0 on this machine ({machine}): {_why_stay(comparison, fit)}.")
+        verb = "Take" if any(one.level == OWN for one in comparison.levels) else "Stay at"
+        return Recommendation(BASE, f"{verb} O0 on this machine ({machine}): {_why_stay(comparison, fit)}.")
     sentence = f"Take {level.level} on this machine ({machine}): {reason}; its losses differ from O0's by "
     sentence += (
         f"{wording.share(level.difference)}, of {wording.share(comparison.limit)} that are allowed{_lost(level)}."
@@ -90,6 +91,8 @@ def recommend(comparison: Comparison) -> Recommendation:
 
 def why_not(level: Figures) -> str | None:
     """The reason why a level is not recommended, regardless of its savings, or None."""
+    if level.level == OWN:
+        return f"it steps {level.dtype} weights without FP32 masters, and a few steps do not show what that loses"
     if level.error is not None:
         return "it failed"
     if level.steps == 0 or level.difference is None:

@@ -10,13 +10,16 @@ from amp_engine.tools.telemetry.receipt.memory import Memory
 BASE = "O0"
 """The reference of the other levels."""
 
+OWN = "as it is"
+"""In place of a level: the run of a script without amp whose weights are half, as the script makes it."""
+
 
 @dataclass(frozen=True)
 class Task:
     """The task of a trial.
 
     Attributes:
-        level: "O0" to "O5", instead of the script's own.
+        level: "O0" to "O5", instead of the script's own; or `OWN`.
         steps: the script ends after this many steps of its first optimizer.
         deadline: time by `time.monotonic()`; the first step that ends later is the last step.
         seed: seed of random, numpy and torch, before the script; and of the perturbation.
@@ -69,6 +72,8 @@ class Trial:
         out_of_time: True if the trial was ended before its last step because of the deadline.
         error: exit status and number of steps, and the end of the script's output, if the script failed; else None.
         obstacle: the reason why a script without `initialize` cannot be tried, in words; None if it can.
+        came: the type of half weights that a script without amp steps; None if they are FP32.
+        before: what the trainer of a script without amp calls or makes first, in words; "" without a trainer.
     """
 
     level: str
@@ -89,6 +94,8 @@ class Trial:
     out_of_time: bool = False
     error: str | None = None
     obstacle: str | None = None
+    came: str | None = None
+    before: str = ""
 
     @property
     def steps(self) -> int:

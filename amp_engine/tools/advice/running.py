@@ -19,7 +19,7 @@ from amp_engine.apex import finder
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.levels.levels import LEVELS
 from amp_engine.tools.advice.advice import Advice
-from amp_engine.tools.advice.records import BASE, Task, Trial
+from amp_engine.tools.advice.records import BASE, OWN, Task, Trial
 
 VARIABLE = "AMP_ENGINE_TRIAL"
 GRACE = 20.0
@@ -29,17 +29,13 @@ SHOWN_LINES = 12
 """The report of a failed script shows this many of the last lines that it printed."""
 
 _CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child")
-_TO_WRITE = (
-    "It has to call model, optimizer = amp.initialize(model, optimizer, ...) of `from apex import amp` or `from "
-    "amp_engine import amp`, and amp.scale_loss"
+_NOTHING_TO_TRY = (
+    "The script ended without a loss.backward() of one number and {step} of its optimizer, so there is nothing to try "
+    "at other levels.  It has to train in the process that was started: trainings in processes of their own (torchrun, "
+    "mp.spawn) are not followed; run the script on one GPU."
 )
-_NO_AMP = (
-    f"The script ended without {{what}}, so there is nothing to try at other levels.  {_TO_WRITE}, in the process that "
-    "was started: trainings in processes of their own (torchrun, mp.spawn) are not followed; run the script on one GPU."
-)
-_NO_CALLS = "amp.initialize, and without a loss.backward() of one number and a second step of its optimizer"
-_NO_LOSS = "amp.scale_loss and a step of its first optimizer"
-_NOT_PLAIN = f"The script does not call amp.initialize, and cannot be tried as it is: {{obstacle}}.  {_TO_WRITE}."
+_NOT_PLAIN = "The script does not call amp.initialize, and cannot be tried as it is: {obstacle}."
+_REFUSE_HALF = ("O1", "O4")
 
 
 def advise(
@@ -60,7 +56,8 @@ def advise(
 
     Each level runs in its own process, with the same arguments, environment, directory and random numbers; SystemExit
     ends the script after its last step. If a script has no amp, the trial initializes its one model and one optimizer
-    after their first step, which is not counted, and scales its losses. In these processes `from apex import amp`
+    after their first step, which is not counted, and scales its losses; if its weights are half, its own run is tried,
+    too, and O1 and O4, which refuse half weights, are not. In these processes `from apex import amp`
     imports amp_engine's, also if apex is installed. O0 runs twice, first and last, whether it is listed or not.
 
     Args:
@@ -77,7 +74,7 @@ def advise(
         A frozen record: `str()` is a table with the recommendation as its last line, `to_json()` has all records.
 
     Raises AmpValueError for arguments that are not allowed, AmpStateError if the script fails at O0, if it never calls
-    `initialize` and `scale_loss` and cannot be tried without them, and if several processes would train together.
+    `initialize` and cannot be tried without it, and if several processes would train together.
     """
     check_script(argv)
     _check(steps, warmup, levels, seconds, seed)
@@ -96,7 +93,10 @@ def advise(
     if base.obstacle is not None:
         raise AmpStateError(_NOT_PLAIN.format(obstacle=base.obstacle))
     if not any(base.losses):
-        raise AmpStateError(_NO_AMP.format(what=_NO_CALLS if base.asked is None else _NO_LOSS))
+        raise AmpStateError(_NOTHING_TO_TRY.format(step="a second step" if base.asked is None else "a step"))
+    if base.came is not None:
+        others = [OWN, *(level for level in others if level not in _REFUSE_HALF)]
+        count = len(others) + 2
     enough = base.steps  # if the script ends earlier, its last steps are known now
     found = [tried(i, level, enough) for i, level in enumerate(others, 2)]
     again = tried(count, BASE, enough, perturb=True)

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from typing import Any, NoReturn
@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting.forward_casts import casts_of
 from amp_engine.engine import Engine
-from amp_engine.ground.dtypes import cpu_lacks, dtype_name
+from amp_engine.ground.dtypes import cpu_lacks, dtype_name, is_low_precision
 from amp_engine.stepping.pending import Pending
 from amp_engine.tools.advice.fitting import fitted
-from amp_engine.tools.advice.records import Task, Trial
+from amp_engine.tools.advice.records import OWN, Task, Trial
 from amp_engine.tools.telemetry import step_times
 from amp_engine.tools.telemetry.magnitudes import MagnitudeCounter
 from amp_engine.tools.telemetry.receipt import memory
@@ -60,6 +60,8 @@ class TrialEngine(Engine):
         self._skips_before = 0  # skips before the last `close`
         self._pendings: list[Pending] = []
         self._gradients = MagnitudeCounter()
+        self.scales_itself = False  # True once the script has called `scale_loss`
+        self._memory = lambda: memory.described(self)
 
     def initialize(self, *args: Any, **keywords: Any) -> Any:
         """Initialize at the level of the trial, without the arguments that do not fit it."""
@@ -73,23 +75,39 @@ class TrialEngine(Engine):
         half = self.policy and self.policy.low_precision
         new = (one for one in dropped if one not in self._trial.dropped)
         self._note(asked=asked, dtype=dtype_name(half) if half else None, dropped=(*self._trial.dropped, *new))
-        self._pendings = [one.pending for one in self.records.all]
-        self._look_at_device()
-        if self.records.optimizers and self._first() is None:
-            first = self.records.optimizers[0]
-            self._first = weakref.ref(first)
-            self._hook = first.register_step_post_hook(self._after_step)
+        self._look_at_device(self._initialized.models)
+        self._follow(self.records.optimizers[:1])
         return result
+
+    def _follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the steps of the first optimizer from here on, unless one is followed."""
+        if optimizers and self._first() is None:
+            self._pendings = [one.pending for one in self.records.all]
+            self._first = weakref.ref(optimizers[0])
+            self._hook = optimizers[0].register_step_post_hook(self._after_step)
 
     @property
     def asked(self) -> str | None:
         """The level that the script asked for; None if it has not called `initialize`."""
         return self._trial.asked
 
-    def initialize_plain(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Initialize for a script that does not call `initialize`."""
-        self.initialize(model, optimizer, verbosity=0)
-        self._note(asked=None)
+    def initialize_plain(self, model: nn.Module, optimizer: Optimizer, before: str = "") -> None:
+        """Initialize for a script that does not call `initialize`; for its own run, change nothing.
+
+        Args:
+            before: what its trainer calls or makes first, in words.
+        """
+        half = next((p.dtype for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)), None)
+        came = dtype_name(half) if half else None
+        if self._task.level == OWN:
+            super().initialize(model, optimizer, enabled=False, verbosity=0)
+            self._note(dtype=came)
+            self._memory = lambda: memory.of_plain(model, optimizer)
+            self._look_at_device([model], half)
+            self._follow([optimizer])
+        else:
+            self.initialize(model, optimizer, verbosity=0)
+        self._note(asked=None, came=came, before=before)
 
     def give_up(self, obstacle: str) -> NoReturn:
         """Record why the script cannot be tried at other levels, and end it."""
@@ -100,8 +118,14 @@ class TrialEngine(Engine):
 
     def scale_loss(self, loss: Tensor, *args: Any, **keywords: Any) -> AbstractContextManager[Tensor]:
         """Record the loss, and scale it as `Engine.scale_loss` does."""
+        self.scales_itself = True
+        return self.scale_plain(loss, *args, **keywords)
+
+    def scale_plain(self, loss: Tensor, *args: Any, **keywords: Any) -> AbstractContextManager[Tensor]:
+        """`scale_loss` for a script that calls `loss.backward()`."""
         self._leave_if_over()
         backward = super().scale_loss(loss, *args, **keywords)
+        self._follow(self.records.optimizers[:1])
         self._losses[-1].append(loss.detach().float().mean())
         return self._looking_after(backward) if self._counts_next or self._measures_next else backward
 
@@ -171,8 +195,8 @@ class TrialEngine(Engine):
             yield scaled_loss
         with self._doing_own():
             if self._measures_next:
-                self._note(memory=memory.described(self))
-                self._look_at_device()
+                self._note(memory=self._memory())
+                self._look_at_device(self._initialized.models)
             if self._counts_next:
                 for p in self._initialized.stepped_params():
                     if p.grad is not None:
@@ -193,10 +217,10 @@ class TrialEngine(Engine):
             self._note(loss_scales=scales, dynamic=any(scaler.dynamic for scaler in self.scalers))
         return self._skips_before + max((pending.skips for pending in self._pendings), default=0)
 
-    def _look_at_device(self) -> None:
-        device = next((p.device for model in self._initialized.models for p in model.parameters()), None)
+    def _look_at_device(self, models: Sequence[nn.Module], half: torch.dtype | None = None) -> None:
+        device = next((p.device for model in models for p in model.parameters()), None)
         if device is not None:
-            half = self.policy and self.policy.low_precision
+            half = half or (self.policy.low_precision if self.policy is not None else None)
             lacks = cpu_lacks(half) if half and device.type == "cpu" else None
             self._note(machine=machine(device), lacks=lacks)
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground.callers import before_what
 from amp_engine.ground.devices import is_capturing
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import dtype_name
@@ -41,6 +42,7 @@ _WIDER = {
 _FLOAT32_AT_MOST = {**_WIDER, torch.float32: torch.float32}  # for classes that reject float64
 _NO_FLOAT64 = "Its class takes no float64: what float32 itself erases of a step is not seen."
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SAMPLE = 2**18  # approximate number of elements that the median of a tensor reads
 
 FORMAT = 1
@@ -123,7 +125,7 @@ class UpdateAudit(Paged):
         names = self._names()
         return UpdateReport(
             self._every,
-            tuple(one.described() for one in self._followed),
+            tuple(one.described(self._models_of(one.optimizer)) for one in self._followed),
             update_report.sorted_tensors(
                 [tensor for i, one in enumerate(self._followed) for tensor in one.tensors(i, names)]
             ),
@@ -149,9 +151,18 @@ class UpdateAudit(Paged):
     def _page(self) -> Page:
         return Page("Audit of updates", [Section("", update_page.blocks(self.measured()))])
 
+    def _known_models(self) -> Sequence[nn.Module]:
+        return self._models or self._engine._initialized.models
+
+    def _models_of(self, optimizer: Optimizer) -> tuple[str, ...]:
+        """Return the classes of the models that have a parameter in the optimizer's groups."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        models = [model for model in self._known_models() if any(id(p) in stepped for p in model.parameters())]
+        return tuple(type(model).__name__ for model in models)
+
     def _names(self) -> dict[int, str]:
         """Return the name of each parameter of the models, by id."""
-        places = places_in(self._models or self._engine._initialized.models)
+        places = places_in(self._known_models())
         return {key: place.parameter for key, place in places.items()}
 
 
@@ -199,6 +210,7 @@ class _Weight:
             parameter_dtype=dtype_name(self.weight.dtype),
             shape=tuple(self.weight.shape),
             steps=self.steps,
+            wanted=self._wanted,
             erased=self._erased / self._wanted if self._wanted else 0.0,
             never_moved=still / wanted if wanted else 0.0,
             step_in_spacings=median(self._ratios) if self._ratios else 0.0,
@@ -226,7 +238,8 @@ class _Followed:
         self._weights: dict[int, _Weight] = {}
         self._steps = self._audited = self._skipped = self._bytes = 0
         self._marks: list[tuple[Any, ...]] = []
-        self._refused = self._note = ""
+        self._refused = self._note = self._before_what = ""
+        self._lrs: set[float] = set()
         self._wider = _WIDER
         self._depth = 0  # a subclass that calls super().step() calls the hooks again
         self._step: _Step | None = None
@@ -241,10 +254,13 @@ class _Followed:
             handle.remove()
         self._step = None
 
-    def described(self) -> AuditedOptimizer:
+    def described(self, models: tuple[str, ...]) -> AuditedOptimizer:
         """The record of this optimizer. Waits for the device."""
         return AuditedOptimizer(
             class_name=type(self.optimizer).__name__,
+            models=models,
+            lrs=tuple(sorted({min(self._lrs), max(self._lrs)})) if self._lrs else (),
+            before=self._before_what,
             steps=self._steps,
             audited=self._audited,
             skipped=self._skipped,
@@ -260,23 +276,28 @@ class _Followed:
         audited = [one for one in self._weights.values() if one.steps]
         return [one.described(place, state.get(one.weight), names) for one in audited]
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         if torch.compiler.is_compiling() or self._engine.records.is_rehearsal:
-            return
+            return None
         self._depth += 1
         if self._depth > 1:
-            return
+            return None
         self._steps += 1
+        if self._steps == 1:
+            self._before_what = before_what()
         if (self._steps - 1) % self._every or self._refused:
-            return
-        begun = step_times.now()
+            return None
         record = self._engine.records.get(optimizer)
+        if record is None and _calls_closure_first(optimizer):
+            args, kwargs = _with_loss(args, kwargs)
+        begun = step_times.now()
         if record is not None:
             record.look_for_parameters(rounds=True)  # as the step does first: earlier writes are no part of it
             record.complete_gradients()
         self._refused = _obstacle(optimizer, args, kwargs)
         if not self._refused:
             self._step = self._wanted(args, kwargs, begun)
+        return args, kwargs
 
     def _wanted(self, args: tuple[Any, ...], kwargs: Any, begun: Any) -> _Step | None:
         """Let the class make the step on wider copies; None if it raises."""
@@ -335,6 +356,7 @@ class _Followed:
             self._skipped += 1
             return
         self._audited += 1
+        self._lrs |= {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
         for one, row, before, wanted, after in zip(step.weights, found, step.before, step.wanted, moved, strict=True):
             one.add(row, wanted, before != after, before.dtype)
         self._marks.append((step.begun, step.prepared, begun, step_times.now()))
@@ -366,10 +388,34 @@ def _stepping(optimizer: Any) -> Optimizer:
     return inner
 
 
+def _calls_closure_first(optimizer: Optimizer) -> bool:
+    """True for the classes of torch that call a closure once, before all else."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+@torch.enable_grad()
+def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    """Call a closure in the arguments of `step`, and return them with its result in its place."""
+
+    def called(value: Any) -> Any:
+        return _Loss(value()) if callable(value) else value
+
+    return (*args[:1], *map(called, args[1:])), {name: called(value) for name, value in kwargs.items()}
+
+
+class _Loss(NamedTuple):
+    """A closure that has been called."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
+
+
 def _obstacle(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Explain why a step cannot be made on copies; "" if it may be possible."""
     weights = [weight for weight, _ in _entries(optimizer)]
-    if any(callable(value) for value in (*args[1:], *kwargs.values())):
+    if any(callable(value) and not isinstance(value, _Loss) for value in (*args[1:], *kwargs.values())):
         return "Not audited: step(closure) computes its gradients in the step."
     if any(map(is_sharded, weights)):
         return "Not audited: it steps DTensors, which no process has whole."

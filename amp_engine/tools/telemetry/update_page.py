@@ -19,8 +19,9 @@ _LEGEND = (
 
 
 def blocks(report: UpdateReport) -> Sequence[Block]:
-    """The verdict, a row for each tensor, and a line for each optimizer."""
-    found: list[Block] = [Sentence(words, "" if report.is_well else "bad") for words in report.sentences]
+    """The summary, the verdict, a row for each tensor, and a line for each optimizer."""
+    found: list[Block] = [Sentence(words, "title") for words in report.summary]
+    found += [Sentence(words, "" if report.is_well else "bad") for words in report.sentences]
     if report.tensors:
         found.append(Table([_cells(one) for one in report.tensors[:SHOWN]], _HEAD, numbers=range(3, 6)))
         if rest := report.tensors[SHOWN:]:

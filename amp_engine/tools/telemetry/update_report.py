@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from amp_engine.tools.telemetry.wording import number, percent, plural
+from amp_engine.tools.telemetry.wording import number, percent, plural, share
 
 LIMIT = 0.1
 """A tensor loses its steps if rounding erased this share of them, or if this share of its elements never moved."""
@@ -27,6 +27,7 @@ class AuditedTensor:
         parameter_dtype: type of the model's parameter; differs from `dtype` if there is a master.
         shape: shape of the tensor.
         steps: number of the audited steps in which it had a gradient.
+        wanted: sum of |wanted|, of all elements and audited steps.
         erased: sum of |wanted - got| over sum of |wanted|, of all elements and audited steps; 0 if the latter is 0.
         never_moved: of the elements that audited steps wanted to change, the share, 0 to 1, that no step changed.
         step_in_spacings: |wanted| over the distance from a weight to the next larger magnitude of its type, as a median
@@ -42,6 +43,7 @@ class AuditedTensor:
     parameter_dtype: str
     shape: tuple[int, ...]
     steps: int
+    wanted: float
     erased: float
     never_moved: float
     step_in_spacings: float
@@ -86,6 +88,9 @@ class AuditedOptimizer:
 
     Attributes:
         class_name: class of the optimizer.
+        models: classes of the models whose parameters it steps.
+        lrs: the least and the largest learning rate of its groups in audited steps; empty if they have none.
+        before: what the trainer that steps it calls or makes first, in words; "" in a loop without a trainer.
         steps: number of calls of `step` during the audit.
         audited: number of steps in the figures.
         skipped: number of chosen steps that are not in the figures: skipped ones, and updates that were not finite.
@@ -96,6 +101,9 @@ class AuditedOptimizer:
     """
 
     class_name: str
+    models: tuple[str, ...]
+    lrs: tuple[float, ...]
+    before: str
     steps: int
     audited: int
     skipped: int
@@ -125,6 +133,25 @@ class UpdateReport:
         return bool(self.tensors) and not any(self._counts(one) for one in self.tensors)
 
     @property
+    def summary(self) -> tuple[str, ...]:
+        """A line for each optimizer: models, learning rate, and the share of its steps that rounding erased."""
+        return tuple(self._summary_of(i, one) for i, one in enumerate(self.optimizers) if one.audited)
+
+    def _summary_of(self, place: int, one: AuditedOptimizer) -> str:
+        rates = " to ".join(f"{lr:.3g}" for lr in one.lrs)
+        what = f"{' and '.join(one.models) or 'Parameters'}, {one.class_name}"
+        if rates:
+            what += f", lr {rates}"
+        tensors = [
+            tensor for tensor in self.tensors if tensor.optimizer == place and tensor.moved_by_chance < BY_CHANCE
+        ]
+        wanted = sum(tensor.wanted for tensor in tensors)
+        if not wanted:
+            return f"{what}."
+        erased = sum(tensor.wanted * tensor.erased for tensor in tensors) / wanted
+        return f"{what}: {share(erased)} of what {one.class_name} wanted never reached the weights."
+
+    @property
     def sentences(self) -> tuple[str, ...]:
         """The verdict, then the remedy for each kind of losing tensors."""
         return tuple(self._verdict())
@@ -146,8 +173,18 @@ class UpdateReport:
             yield f"Rounding erases steps of {number(len(losing))} of {total}; {losing[0].name} loses most."
         for advice, count in Counter(one.advice for one in self.tensors if one.loses).items():
             yield f"{plural(count, 'tensor')}: {advice}."
-        for level in sorted({one.remedy for one in losing} & set(_LEVEL.values())):
-            yield f'Type model, optimizer = amp.initialize(model, optimizer, opt_level="{level}").'
+        for remedy, before in sorted({(one.remedy, self.optimizers[one.optimizer].before) for one in losing}):
+            if remedy in _LEVEL.values():
+                yield _line_to_type(remedy, before)
+
+
+def _line_to_type(level: str, before: str) -> str:
+    if before:  # adapters alone scale losses, as float16 wants it
+        half = "" if level == "O5" else ", which trains in bfloat16"
+        return f'Type amp.initialize(model, opt_level="O5") before {before}{half}.'
+    scaled = " and `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+    end = scaled if level == "O2" else ""
+    return f'Type model, optimizer = amp.initialize(model, optimizer, opt_level="{level}"){end}.'
 
 
 def at_most(value: float) -> str:
@@ -165,4 +202,4 @@ def asdict(report: UpdateReport) -> dict[str, object]:
     fields = dataclasses.asdict(report)
     for values, one in zip(fields["tensors"], report.tensors, strict=True):
         values["advice"] = one.advice
-    return {"sentences": list(report.sentences), **fields}
+    return {"summary": list(report.summary), "sentences": list(report.sentences), **fields}

@@ -18,7 +18,7 @@ import pytest
 from amp_engine import __main__ as amp_engine_main
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.tools.advice import advise, command, running
-from amp_engine.tools.advice.records import Task, Trial
+from amp_engine.tools.advice.records import OWN, Task, Trial
 
 SCRIPT = __file__  # exists; nothing runs it
 
@@ -105,10 +105,10 @@ def test_a_script_that_fails_at_o0_is_not_tried_further():
 @pytest.mark.parametrize(
     ("seen", "what"),
     [
-        ({"asked": None, "losses": ()}, "without amp.initialize, and without a loss.backward"),
-        ({"asked": None, "losses": ((), ())}, "without amp.initialize, and without a loss.backward"),
-        ({"losses": ()}, "without amp.scale_loss and a step"),
-        ({"losses": ((), ())}, "without amp.scale_loss and a step"),
+        ({"asked": None, "losses": ()}, r"without a loss.backward\(\) of one number and a second step"),
+        ({"asked": None, "losses": ((), ())}, r"without a loss.backward\(\) of one number and a second step"),
+        ({"losses": ()}, r"without a loss.backward\(\) of one number and a step"),
+        ({"losses": ((), ())}, r"without a loss.backward\(\) of one number and a step"),
     ],
 )
 def test_a_script_without_amp_is_told_what_is_missing(seen, what):
@@ -122,15 +122,30 @@ def test_a_script_without_amp_is_told_what_is_missing(seen, what):
 def test_a_script_without_amp_is_tried_and_told_what_to_write():
     text = " ".join(str(advise([SCRIPT], levels=["O2"], run=Runs(O0={"asked": None}))).split())
     assert "The script has no amp. It was tried with amp.initialize(model, optimizer, opt_level=...) after" in text
+    assert "To train at O4 or O5 type this line before the loop" in text
+    of_trainer = {"asked": None, "before": "the Trainer is made"}
+    text = " ".join(str(advise([SCRIPT], levels=["O2"], run=Runs(O0=of_trainer))).split())
+    assert "type amp.initialize(model, opt_level=...) before the Trainer is made; O1 and O2 scale losses" in text
     runs = Runs(O0={"asked": None, "losses": (), "obstacle": "it steps several optimizers, Adam and SGD"})
     with pytest.raises(AmpStateError) as error:
         advise([SCRIPT], run=runs)
     assert str(error.value) == (
         "The script does not call amp.initialize, and cannot be tried as it is: it steps several optimizers, Adam and "
-        "SGD.  It has to call model, optimizer = amp.initialize(model, optimizer, ...) of `from apex import amp` or "
-        "`from amp_engine import amp`, and amp.scale_loss."
+        "SGD."
     )
     assert len(runs.tasks) == 1
+
+
+def test_the_own_run_of_half_weights_is_a_row_and_is_not_recommended():
+    own = {"dtype": "bfloat16", "seconds": (0.1,) * 19}
+    runs = Runs(O0={"asked": None, "came": "bfloat16"}, **{OWN: own})
+    advice = advise([SCRIPT], run=runs)
+    assert [task.level for task in runs.tasks] == ["O0", OWN, "O2", "O3", "O5", "O0"]
+    text = " ".join(str(advice).split())
+    assert "Its weights are bfloat16: `as it is` is its own run, without FP32 masters." in text
+    assert advice.level == "O0"
+    assert "Take O0 on this machine" in text
+    assert "left out: as it is (it steps bfloat16 weights without FP32 masters, and a few steps do not show" in text
 
 
 @pytest.mark.parametrize(

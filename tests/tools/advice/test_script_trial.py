@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from amp_engine import amp
 from amp_engine.errors import AmpGradientWarning
 from amp_engine.tools.advice import script_trial
-from amp_engine.tools.advice.records import Task, Trial
+from amp_engine.tools.advice.records import OWN, Task, Trial
 from amp_engine.tools.advice.script_trial import PlainScript
 from amp_engine.tools.advice.trial import TrialEngine
 from tests.support import HALF, LEVELS
@@ -145,14 +145,21 @@ def grad_scaler() -> None:
     scaler.step(optimizer)
 
 
+def in_a_trainer() -> None:
+    loop: dict[str, Any] = {"__name__": "transformers.trainer"}
+    exec("def run(step): step()", loop)
+    loop["run"](autocast)
+
+
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        (two_models, "its optimizer steps parameters of 2 models (Net, Linear), and one is expected"),
-        (two_optimizers, "it steps several optimizers, Adam and SGD"),
-        (no_model, "its optimizer steps parameters of 0 models (none), and one is expected"),
-        (autocast, "it uses torch.amp: docs/from_torch_amp.md has what to write in its place"),
-        (grad_scaler, "it uses torch.amp: docs/from_torch_amp.md has what to write in its place"),
+        (two_models, f"its optimizer steps parameters of 2 models (Net, Linear).  {script_trial._TYPE_LISTS}"),
+        (two_optimizers, f"it steps several optimizers, Adam and SGD.  {script_trial._TYPE_LISTS}"),
+        (no_model, f"its optimizer steps parameters of 0 models (none).  {script_trial._TYPE_LISTS}"),
+        (autocast, script_trial._TORCH_AMP),
+        (grad_scaler, script_trial._TORCH_AMP),
+        (in_a_trainer, script_trial._TRAINERS_AMP.format(before="the Trainer is made")),
     ],
 )
 def test_what_it_cannot_tell_ends_the_script(script: Callable[[], None], why: str, begin: Any) -> None:
@@ -161,6 +168,46 @@ def test_what_it_cannot_tell_ends_the_script(script: Callable[[], None], why: st
         script()
     assert ended.value.code == 0
     assert trial().obstacle == why
+
+
+@pytest.mark.parametrize("is_passed", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_script_that_initializes_and_calls_backward_is_tried_at_each_level(
+    level: str, is_passed: bool, begin: Any
+) -> None:
+    expected = parts()
+    train(*expected, steps=4)
+    engine, trial = begin(level)
+    model, optimizer = parts()
+    engine.initialize(model, optimizer if is_passed else None, opt_level="O5", verbosity=0)
+    with pytest.raises(SystemExit):
+        train(model, optimizer)
+    found = trial()
+    assert (found.level, found.asked, found.steps, found.skips, found.obstacle) == (level, "O5", 4, 0, None)
+    assert found.loss_scales == ((65536.0,) if level in ("O1", "O2") else (1.0,))
+    for p, one in zip(model.parameters(), expected[0].parameters(), strict=True):
+        assert torch.allclose(p.float(), one, rtol=0.02, atol=0.01)
+
+
+def test_the_own_run_of_half_weights_is_plain_pytorch(begin: Any) -> None:
+    def half() -> tuple[nn.Module, Optimizer]:
+        model, optimizer = parts()
+        model.layers.bfloat16().register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+        return model, optimizer
+
+    expected = half()
+    train(*expected, steps=5)
+    _, trial = begin(OWN)
+    model, optimizer = half()
+    with pytest.raises(SystemExit):
+        train(model, optimizer)
+    found = trial()
+    assert (found.came, found.dtype, found.steps, len(found.seconds)) == ("bfloat16", "bfloat16", 4, 3)
+    assert found.losses[-1][0] < found.losses[0][0]
+    assert {one.kind for one in found.memory} == {"parameters", "optimizer state", "gradients"}
+    assert found.bytes == 3 * 2 * sum(p.numel() for p in model.parameters())
+    for p, one in zip(model.parameters(), expected[0].parameters(), strict=True):
+        assert torch.equal(p, one)
 
 
 def test_begin_puts_it_behind_the_functions_of_amp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -525,7 +525,8 @@ def test_an_audit_of_updates_has_a_section() -> None:
     assert json.loads(found.to_json())["updates"]["tensors"][0]["name"] == found.updates.tensors[0].name
     assert found.updates.is_well
     assert {one.name for one in found.updates.tensors} == {name for name, _ in NORMED_MLP.model(0).named_parameters()}
-    assert "Updates\n  All is well" in str(found)
+    assert "Updates\n  NormedMlp, AdamW, lr " in str(found)
+    assert "\n  All is well" in str(found)
     assert "amp.receipt(updates=audit)" in str(dataclasses.replace(found, updates=None))
 
 

@@ -251,6 +251,68 @@ def test_rounding_by_chance_is_no_loss() -> None:
     assert audit.measured().is_well
 
 
+# The summary and the line to type.
+
+
+def test_the_summary_has_the_share_of_all_steps_that_was_erased() -> None:
+    model = nn.Linear(1, 1, bias=True).bfloat16()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    with UpdateAudit(Engine(), optimizer, models=model) as audit:
+        step(optimizer, torch.full((1, 1), 2.0**-10), torch.full((1,), 2.0**-7))  # 1/8 and 1 of the spacing
+        optimizer.param_groups[0]["lr"] = 0.0
+        step(optimizer, torch.ones(1, 1), torch.ones(1))
+    report = audit.measured()
+    assert report.summary == ("Linear, SGD, lr 0 to 1: 11.1 % of what SGD wanted never reached the weights.",)
+    assert str(audit).splitlines()[3] == report.summary[0]
+    assert json.loads(audit.to_json())["summary"] == [*report.summary]
+
+
+def test_weights_that_are_rounded_by_chance_have_no_share() -> None:
+    weight = nn.Parameter(1 + torch.rand(2000).bfloat16() / 2)
+    optimizer = RoundsByChance([weight], lr=2.0**-10)
+    with UpdateAudit(Engine(), optimizer) as audit:
+        step(optimizer, torch.ones(2000))
+    assert audit.measured().summary == ("Parameters, RoundsByChance, lr 0.000977.",)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainer", "line"),
+    [
+        (torch.bfloat16, None, 'Type model, optimizer = amp.initialize(model, optimizer, opt_level="O5").'),
+        (
+            torch.float16,
+            None,
+            'Type model, optimizer = amp.initialize(model, optimizer, opt_level="O2") and `with amp.scale_loss(loss, '
+            "optimizer) as scaled_loss: scaled_loss.backward()`.",
+        ),
+        (torch.bfloat16, "accelerate", 'Type amp.initialize(model, opt_level="O5") before accelerator.prepare().'),
+        (torch.bfloat16, "lightning", 'Type amp.initialize(model, opt_level="O5") before the Trainer is made.'),
+        (
+            torch.float16,
+            "transformers",
+            'Type amp.initialize(model, opt_level="O5") before the Trainer is made, which trains in bfloat16.',
+        ),
+    ],
+)
+def test_the_line_to_type_fits_the_loop(dtype: torch.dtype, trainer: str | None, line: str) -> None:
+    # A Trainer of transformers steps by Accelerate.
+    loops: dict[str, Any] = {"__name__": f"{trainer}.trainer"}
+    exec("def run(step, *args): step(*args)", loops)
+    inner: dict[str, Any] = {"__name__": "accelerate.optimizer"}
+    exec("def run(step, *args): step(*args)", inner)
+    weight = parameter([1.0], dtype)
+    optimizer = SGD([weight], lr=2.0**-20)
+    with UpdateAudit(Engine(), optimizer) as audit:
+        if trainer is None:
+            step(optimizer, torch.ones(1))
+        else:
+            loops["run"](inner["run"], step, optimizer, torch.ones(1))
+    assert audit.measured().sentences[-1] == line
+
+
 # What is counted.
 
 
@@ -430,6 +492,29 @@ def test_a_closure_is_named() -> None:
     assert about.class_name == "LBFGS"
     assert weight.item() != 1.0
     assert about.refused in " ".join(str(audit).split())
+
+
+def test_a_closure_that_the_class_calls_first_is_called_once_before_the_audit() -> None:
+    runs = []
+    for watched in (True, False):
+        weight, losses = parameter([1.0, 2.0]), list[float]()
+        optimizer = AdamW([weight], lr=1e-4)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            loss = (weight**2).sum()  # noqa: B023
+            loss.backward()
+            losses.append(loss.item())  # noqa: B023
+            return loss
+
+        with UpdateAudit(Engine(), optimizer) if watched else contextlib.nullcontext() as audit:
+            results = [optimizer.step(closure), optimizer.step(closure=closure)]
+        if audit is not None:
+            (about,) = audit.measured().optimizers
+            assert (about.audited, about.refused) == (2, "")
+            assert only(audit).erased > 0.5
+        runs.append(frozen([weight, optimizer.state_dict(), losses, [one.item() for one in results]]))
+    assert_bitwise(runs[0], runs[1])
 
 
 class HalfOnly(SGD):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from amp_engine.engine import Engine
 from amp_engine.ground.distributed import local_of
@@ -48,19 +49,30 @@ def described(engine: Engine) -> tuple[Memory, ...]:
     comes first. Activations, averages, tables of kernels and the reserve of torch's allocators are not counted. No
     host sync, except for sparse gradients.
     """
-    models, records, casts = engine._initialized.models, engine.records.all, engine.function_casts.casts
-    params = [p for model in models for p in measured(model.parameters())]
-    params += [p for one in records for p in one.columns.params]
+    records, casts = engine.records.all, engine.function_casts.casts
+    params = [p for one in records for p in one.columns.params]
+    copies = casts.cache.kept() if casts is not None else ()
+    return _counted(engine._initialized.models, params, [one.optimizer for one in records], copies)
+
+
+def of_plain(model: nn.Module, optimizer: Optimizer) -> tuple[Memory, ...]:
+    """Count the bytes of a model and an optimizer without an engine, as `described` does."""
+    return _counted([model], [p for group in optimizer.param_groups for p in group["params"]], [optimizer], ())
+
+
+def _counted(
+    models: Sequence[nn.Module], stepped: Iterable[Tensor], optimizers: Sequence[Optimizer], copies: Iterable[Tensor]
+) -> tuple[Memory, ...]:
+    params = [*(p for model in models for p in measured(model.parameters())), *stepped]
     count = _Count()
     count.add(PARAMETERS, params)
     count.add(BUFFERS, (b for model in models for b in measured(model.buffers())))
     beside = [kept for p in params if isinstance(p, nn.Parameter) for kept in exact_of(p)]
     count.add(MASTERS, (kept.weight for kept in beside if isinstance(kept, Master)))
     count.add(REMAINDERS, (kept.bits for kept in beside if isinstance(kept, Remainder)))
-    for one in records:
-        count.add(STATE, tensors_in(list(one.optimizer.state.values())))
-    if casts is not None:
-        count.add(COPIES, casts.cache.kept())
+    for one in optimizers:
+        count.add(STATE, tensors_in(list(one.state.values())))
+    count.add(COPIES, copies)
     count.add(GRADIENTS, (p.grad for p in params))
     return count.records()
 

@@ -23,8 +23,7 @@ shown = [one for one in report.tensors if not one.name.startswith("blocks.1")]  
 LEFT, TOP, ROW, BAR = 220, 98, 22, 460
 ALT = f"The share of AdamW's steps that rounding to bfloat16 erased: of norm weights {report.tensors[0].erased:.0%}"
 picture = Picture(LEFT + BAR + 190, TOP + ROW * len(shown) + 12, ALT)
-lost = sum(one.loses for one in report.tensors)
-picture.text(20, 34, f"Rounding erases steps of {lost} of {len(report.tensors)} tensors", 18, weight="bold")
+picture.text(20, 34, report.summary[0].partition(": ")[2], 18, weight="bold")
 picture.text(20, 56, "a GPT in pure bfloat16, 100 steps of AdamW, learning rate 1e-4; one of its two blocks", 13, SOFT)
 picture.text(LEFT, 86, "share of AdamW's steps that is erased", 13, SOFT)
 picture.text(LEFT + BAR + 160, 86, "never moved", 13, SOFT, "end")

@@ -12,7 +12,6 @@ import functools
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from amp_engine.casting.inputs import Arguments, Inputs
 from amp_engine.casting.one_type import mixed_types, of_one_type
 from amp_engine.casting.regions import TAKE_AUTOCAST_OUT, cast_region, is_in_autocast, is_outside
 from amp_engine.errors import AmpRuntimeWarning
+from amp_engine.ground.callers import warn
 from amp_engine.ground.containers import GivenMappings, cast_tensors
 from amp_engine.ground.distributed import is_fsdp2
 from amp_engine.ground.dtypes import LOW_PRECISION
@@ -264,6 +264,9 @@ def _cast_around(
     finally:
         _inside.forward = before
 
+    if inputs in LOW_PRECISION and not (casts.of_island or torch.compiler.is_compiling()):
+        casts.of_model.look_at_output(output, type(module).__name__)
+
     def cast(value: Any) -> Any:
         return value if outputs is None else cast_tensors(value, outputs)
 
@@ -290,11 +293,10 @@ def _is_recomputed(module: nn.Module) -> bool:
 
 def _warn_of_autocast() -> None:
     if is_in_autocast():
-        warnings.warn(  # Python shows it once
+        warn(  # Python shows it once for each line
             "A model that amp.initialize cast is called inside of torch.autocast, which then decides types beside the "
             f"level.  {TAKE_AUTOCAST_OUT}",
             AmpRuntimeWarning,
-            stacklevel=1,
         )
 
 

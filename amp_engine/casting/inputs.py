@@ -1,9 +1,12 @@
-"""Casts the inputs of a model, but for arguments that are left alone, and warns where the cast loses what they say."""
+"""Casts the inputs of a model, but for arguments that are left alone, and warns where the cast loses what they say.
+
+Also warns of a loss that the model's forward computed in half.
+"""
 
 from __future__ import annotations
 
 import inspect
-import warnings
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -13,10 +16,10 @@ from torch import Tensor, nn
 
 from amp_engine.casting import in_force
 from amp_engine.errors import AmpWarning
+from amp_engine.ground.callers import warn
 from amp_engine.ground.containers import cast_tensors, map_tensors
 from amp_engine.ground.devices import HostNumbers, is_capturing
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name
-from amp_engine.ground.messages import users_stacklevel
 from amp_engine.ground.torch_private import current_dispatch_mode, functorch_level
 
 CALLS = 3
@@ -72,6 +75,7 @@ class Inputs:
         self.left_alone = left_alone
         self._looked: dict[Arguments, int] = {}  # the number of calls whose casts were looked at
         self._is_quiet = False
+        self._outputs_to_look_at = CALLS
         self._sent: list[tuple[str, Arguments, torch.dtype, HostNumbers]] = []
         self.said: dict[tuple[Arguments, str], str] = {}  # by argument: a sentence, without its end
 
@@ -103,6 +107,24 @@ class Inputs:
             self._warn_of_arrived()
         return tuple(cast[: len(args)]), dict(zip(kwargs, cast[len(args) :], strict=True))
 
+    def look_at_output(self, output: Any, class_name: str) -> None:
+        """Warn, once and in the first calls, of a single number in half that a backward may begin at. No host sync."""
+        if self._outputs_to_look_at <= 0 or self._is_quiet or not torch.is_grad_enabled():
+            return
+        found = [one for one in floats_in(output) if one.requires_grad]
+        self._outputs_to_look_at -= bool(found)
+        half = next((one.dtype for one in found if one.dim() == 0 and one.dtype in LOW_PRECISION), None)
+        if half is not None:
+            self._outputs_to_look_at = 0
+            bits = round(1 - math.log2(torch.finfo(half).eps))
+            warn(
+                f"{class_name} returns a number that its forward computed in {dtype_name(half)}, with {bits} "
+                "significant bits.  If it is the loss, compute it in FP32: write logits.float() where the forward "
+                "passes them to the loss, or return the logits and compute the loss outside of the model.  This is "
+                "said once.",
+                AmpWarning,
+            )
+
     def _looks_at(self, of: Arguments, dtype: torch.dtype) -> bool:
         if self._sent:
             self._warn_of_arrived()
@@ -127,12 +149,11 @@ class Inputs:
             name, of, dtype, flags = one
             if any(flags.values or ()) and (of, name) not in self.said:
                 self.said[of, name] = said = _said(name, of, dtype, [flag != 0 for flag in flags.values or ()])
-                warnings.warn(
+                warn(
                     f"{said[0].upper()}{said[1:]}.  Pass cast_inputs=[{name!r}] to amp.initialize, which leaves it "
                     "alone; where a layer takes it as it is, keep that layer in FP32 as well, by "
                     "amp.keep_float(layer) before amp.initialize.",
                     AmpWarning,
-                    stacklevel=users_stacklevel(),
                 )
 
 

@@ -6,7 +6,6 @@ As in apex, a wrapper looks only at arguments at the top level, and at lists and
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar, cast
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from amp_engine.casting.calls import Call, Casts
 from amp_engine.casting.regions import TAKE_AUTOCAST_OUT, float_region, is_in_autocast
 from amp_engine.errors import AmpRuntimeWarning
+from amp_engine.ground.callers import warn
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import TensorBase, fake_mode, without_subclasses
 
@@ -215,12 +215,11 @@ def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call |
 def _warn_of_autocast(casts: Casts) -> None:
     """Warn at the first call that casts, since C++ takes later ones. With `casts="model"` the model's forward warns."""
     if casts.everywhere and is_in_autocast():
-        warnings.warn(
+        warn(
             f"Functions that amp.initialize(..., opt_level={casts.origin!r}) casts are called inside of "
             "torch.autocast, which casts their arguments once more, to its own type; on a GPU also in modules of "
             f"amp.keep_float.  {TAKE_AUTOCAST_OUT}",
             AmpRuntimeWarning,
-            stacklevel=1,
         )
 
 

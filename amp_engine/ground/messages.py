@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from textwrap import wrap
+from typing import Any
 
 LOGGER = logging.getLogger("amp_engine")
 
@@ -15,8 +17,26 @@ LOGGER = logging.getLogger("amp_engine")
 _WITNESS = logging.getLogger("amp_engine.by_default")
 
 
+COLUMNS = 110
+"""Messages that go to a terminal are wrapped to this width; in files and pipes a message stays one line."""
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """Return `text` as it is to be written to `stream`."""
+    if not getattr(stream, "isatty", bool)():
+        return text
+    return "\n".join(line for one in text.split("\n") for line in _lines(one))
+
+
+def _lines(line: str) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    if len(line) <= COLUMNS:
+        return [line]
+    return wrap(line, COLUMNS, subsequent_indent=f"{indent}    ", break_long_words=False, break_on_hyphens=False)
+
+
 class StdoutHandler(logging.Handler):
-    """Writes each message as one line to the current `sys.stdout`.
+    """Writes each message as one line to the current `sys.stdout`; to a terminal wrapped, in lines of `COLUMNS`.
 
     Like `print` it does not flush, so that other code's lines keep their place between ours, and does nothing if there
     is no stdout. If writing fails, logging reports that on stderr, and the training goes on.
@@ -28,7 +48,7 @@ class StdoutHandler(logging.Handler):
         if stream is None:
             return
         try:
-            stream.write(f"{self.format(record)}\n")
+            stream.write(f"{wrapped(self.format(record), stream)}\n")
         except Exception:
             self.handleError(record)
 
@@ -45,14 +65,6 @@ def say(text: str, level: int = logging.INFO, stacklevel: int = 1, **fields: obj
     if LOGGER.disabled and _WITNESS.disabled:
         LOGGER.disabled = _WITNESS.disabled = False
     LOGGER.log(level, text, extra=fields, stacklevel=stacklevel + 1)
-
-
-def users_stacklevel() -> int:
-    """Return the `stacklevel` for a `warnings.warn` of the caller at which the warning names the user's line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "amp_engine.")):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _set_defaults(logger: logging.Logger) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from types import FrameType
 
 import torch
 
 from amp_engine.errors import AmpWarning
+from amp_engine.ground.callers import warn
 from amp_engine.ground.dtypes import dtype_name
 
 _WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
@@ -24,23 +24,22 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
     loses leaves no trace. A copy for another purpose (the best model so far) is as good as the model: no warning.
     """
     frame: FrameType | None = sys._getframe(2)
-    depth = 3
     while frame is not None and (frame.f_globals.get("__name__") == "copy" or frame.f_code.co_name == "__deepcopy__"):
-        frame, depth = frame.f_back, depth + 1
+        frame = frame.f_back
     if frame is None or getattr(type(frame.f_locals.get("self")), "averages_exactly", False):
         return
     if not any(map(_is_average, _names(frame))):
         return
     # Warn at the line that makes the averaging object, not inside of its class.
     while frame.f_code.co_name == "__init__" and frame.f_back is not None:
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(
+        frame = frame.f_back
+    warn(
         f"A moving average of this model was made as a copy of it, whose parameters are {dtype_name(dtype)}: small "
         "updates of it are rounded away, and the average stands still.  For one in FP32 that follows the "
         "masters type averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.9999)) and "
         "averaged.update_parameters(model); a class of your own averages amp.master_params(optimizer).",
         AmpWarning,
-        stacklevel=depth,
+        frame,
     )
 
 

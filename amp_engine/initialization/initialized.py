@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from amp_engine.casting import EngineCasts
 from amp_engine.casting.inputs import Inputs
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
+from amp_engine.ground.callers import warn
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.ground.tools import tool
@@ -527,10 +527,9 @@ def _warn_of_lost_hooks(changed: Sequence[nn.Parameter]) -> None:
     """Warn that a DistributedDataParallel no longer reduces these parameters, which have changed type."""
     for wrapper in wrappers_around(changed) if changed else ():
         name = type(wrapper).__name__
-        warnings.warn(
+        warn(
             f"close() gave parameters of this {type(wrapper.module).__name__} their own types again, by which the "
             f"{name} around it loses the hooks that reduce their gradients: each rank would train alone from now on.  "
             f"Call {name}(model) anew before you train on.  To evaluate, save or load, nothing is to be done.",
             AmpRuntimeWarning,
-            stacklevel=5,
         )

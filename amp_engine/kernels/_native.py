@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from amp_engine.errors import AmpRuntimeWarning
+from amp_engine.ground.callers import warn
 from amp_engine.kernels.sources import digest
 
 PACKAGE = Path(__file__).parents[1]
@@ -81,9 +81,7 @@ def _refused(why: str) -> str:
     Other reasons give no warning: nothing was compiled, or the user switched the kernels off.
     """
     reason = f"{why}; run: {INSTALL}"
-    warnings.warn(
-        f"amp_engine does not use its compiled kernels: {reason}.  Until then {WITHOUT}", AmpRuntimeWarning, 3
-    )
+    warn(f"amp_engine does not use its compiled kernels: {reason}.  Until then {WITHOUT}", AmpRuntimeWarning)
     return reason
 
 

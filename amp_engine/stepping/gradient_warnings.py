@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NoReturn
 
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpGradientWarning, AmpStateError
+from amp_engine.ground.callers import warn
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput
 from amp_engine.stepping.rows import Rows
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, AmpGradientWarning, stacklevel=3)
 
 
 class MissingGradients:
@@ -39,12 +35,13 @@ class MissingGradients:
         if self._is_unscaled_said:
             return
         self._is_unscaled_said = True
-        _warn(
+        warn(
             f"Gradients of {type(optimizer).__name__} came in the body of `with amp.scale_loss(loss, optimizer) as "
             "scaled_loss`, and no backward of scaled_loss ran there.  The exit divides them by the loss scale, which "
             "nothing has multiplied them by unless you did.  Write scaled_loss.backward() in place of a backward of "
             "another loss or of parts of this one, such as l1.backward(); l2.backward() where loss is l1 + l2.  This "
-            "is said once."
+            "is said once.",
+            AmpGradientWarning,
         )
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
@@ -64,9 +61,10 @@ class MissingGradients:
         )
         why = no_backward if bodies == {False} else zeroed
         why = f"{no_backward}; or {zeroed}" if None in bodies else why
-        _warn(
+        warn(
             f"{type(optimizer).__name__}.step() finds no gradient after `with amp.scale_loss(loss, optimizer) as "
-            f"scaled_loss`, and changes nothing.  Why: {why}.  This is said once."
+            f"scaled_loss`, and changes nothing.  Why: {why}.  This is said once.",
+            AmpGradientWarning,
         )
 
 
@@ -89,10 +87,11 @@ class WrittenParameters:
             else "Write the FP32 masters instead, inside of `with amp.on_masters(optimizer):`, where the optimizer's "
             "groups show them"
         )
-        _warn(
+        warn(
             f"Low-precision parameters of the model were written before each of the last 4 steps of {name}.  Its "
             "FP32 masters take what was written, which is rounded: updates that are smaller than such a parameter can "
-            f"hold are lost.  {write}."
+            f"hold are lost.  {write}.",
+            AmpGradientWarning,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpWarning
+from amp_engine.ground.callers import warn
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.levels.policy import Policy
@@ -64,12 +64,11 @@ class HalfWeights:
             to_type = "Call model.float() before fully_shard."
         if self._is_let_through:
             self._known.update(map(id, found))
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} steps {name}{others} in {dtype}, without a FP32 master, as "
                 "allow_incoming_model_not_fp32 or hard_override of _amp_state asks: an update that is small beside its "
                 f"weight is lost.  {_LOST[first.dtype]}  {to_type}",
                 AmpWarning,
-                stacklevel=5,
             )
             return
         where = "torch" if first.device.type == "cpu" else f"torch.{first.device.type}"

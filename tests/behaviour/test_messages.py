@@ -70,6 +70,30 @@ def pair(**keywords: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
+def test_a_message_is_wrapped_where_it_goes_to_a_terminal_and_nowhere_else(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", stream)
+    text = f"Gradient overflow.  Skipping step\n  {'the first of them is ' * 12}end"
+    messages.say(text)
+    first, *lines = stream.getvalue().splitlines()
+    assert first == "Gradient overflow.  Skipping step"
+    if not stream.isatty():
+        assert [first, *lines] == text.splitlines()
+        return
+    assert max(map(len, lines)) <= messages.COLUMNS
+    assert len(lines) == 3
+    assert lines[0].startswith("  the")
+    assert all(line.startswith("      ") for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == text.splitlines()[1].strip()
+
+
 NAMES = {"O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16", "O5": "bfloat16"}
 
 

@@ -1,6 +1,5 @@
 """`apex.parallel.distributed`: DistributedDataParallel and Reducer, on torch's DistributedDataParallel."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from amp_engine.apex import apex_C
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError, AmpWarning
+from amp_engine.ground.callers import warn
 from amp_engine.ground.distributed import has_ranks
 from amp_engine.ground.torch_private import leaves_of
 
@@ -111,11 +111,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         }
         if any(ignored.values()):
             names = ", ".join(name for name, given in ignored.items() if given)
-            warnings.warn(
+            warn(
                 f"apex.parallel.DistributedDataParallel ignores {names}: torch overlaps the sums with the backward by "
                 "itself, and torch.profiler shows them.  Leave them out.",
                 AmpWarning,
-                stacklevel=2,
             )
         super().__init__(
             module,

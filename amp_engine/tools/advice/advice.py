@@ -78,7 +78,7 @@ class Advice(Paged):
                 Section("", [Table(rows, _HEAD, numbers=range(2, len(_HEAD)))]),
                 Section("", [Sentence(note) for note in _notes(self)]),
                 *(Section(f"{name} failed:", [Verbatim(error, indent=1)]) for name, error in failed),
-                Section("", [Verbatim(self.recommendation.sentence)]),
+                Section("", [Sentence(self.recommendation.sentence)]),
             ],
         )
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from amp_engine.errors import AmpError
+from amp_engine.ground.messages import wrapped
 from amp_engine.tools.advice.command import check_json, parser_of, split, write_json
 from amp_engine.tools.advice.running import check_script, child_command, child_environment
 
@@ -38,14 +39,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         check_script(target)
     except AmpError as e:
-        print(f"{NAME}: {e}", file=sys.stderr)
+        print(wrapped(f"{NAME}: {e}", sys.stderr), file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
     with tempfile.TemporaryDirectory(prefix="amp_audit_") as folder:
         told = {"steps": options.steps, "every": options.every, "folder": folder}
         status = _wait(subprocess.Popen(child_command(target), env=child_environment(VARIABLE, told)))
         text, json = Path(folder, "audit.txt"), Path(folder, "audit.json")
         if not text.exists():
-            print(f"{NAME}: {_FAILED.format(status=status) if status else _NO_STEP}", file=sys.stderr)
+            why = _FAILED.format(status=status) if status else _NO_STEP
+            print(wrapped(f"{NAME}: {why}", sys.stderr), file=sys.stderr)
             return status or 1
         print(text.read_text(encoding="utf-8"), end="", flush=True)
         is_written = write_json(NAME, options.json, json.read_text(encoding="utf-8"))

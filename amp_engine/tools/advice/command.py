@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from amp_engine.errors import AmpError
+from amp_engine.ground.messages import wrapped
 from amp_engine.levels.levels import LEVELS
 from amp_engine.tools.advice.running import advise
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
             say=lambda line: print(f"amp_engine advise: {line}", file=sys.stderr, flush=True),
         )
     except AmpError as e:
-        print(f"{NAME}: {e}", file=sys.stderr)
+        print(wrapped(f"{NAME}: {e}", sys.stderr), file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
     print(advice, flush=True)
     return 0 if write_json(NAME, options.json, f"{advice.to_json()}\n") else 1

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from amp_engine.casting.patches import Patches
 from amp_engine.errors import AmpError
+from amp_engine.ground.messages import wrapped
 from amp_engine.optimizers.wrapped import takes_hooks
 
 
@@ -72,7 +73,7 @@ def say_refusals() -> None:
             if not frame.f_globals.get("__name__", "").startswith(("torch.", "amp_engine."))
         ]
         if isinstance(error, AmpError) and lines:
-            print(f"{lines[-1]}: {error}", file=sys.stderr)
+            print(wrapped(f"{lines[-1]}: {error}", sys.stderr), file=sys.stderr)
         else:
             usual(kind, error, trace)
 

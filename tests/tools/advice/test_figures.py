@@ -100,8 +100,8 @@ def test_without_ground_to_compare_no_level_agrees_and_none_is_recommended(base,
     assert found.level is None
     assert re.search(why, found.comparison.obstacle)
     assert not any(one.agrees for one in found.comparison.levels)
-    assert "agree" not in [line.split()[1] for line in str(found).splitlines() if line.startswith(("O3", "O5"))]
-    assert str(found).splitlines()[-1].startswith("The levels cannot be compared, and none is recommended: O0")
+    assert "agree" not in [line.split()[1] for line in str(found).splitlines() if line.startswith(("O3  ", "O5  "))]
+    assert str(found).split("\n\n")[-1].startswith("The levels cannot be compared, and none is recommended: O0")
     assert json.loads(found.to_json())["recommendation"]["level"] is None
 
 
@@ -169,9 +169,9 @@ def test_the_page_is_a_table_then_notes_then_the_recommendation():
     row = next(line for line in lines if line.startswith("O5"))
     assert " ".join(row.split()) == "O5 agree 0.0 % 500 4.00x 400 bytes 100.0 % - 4 0 -"
     assert "The script asks for O1." in lines
-    assert lines[-1].startswith("Take O5 on this machine (a machine): ")
+    assert page.split("\n\n")[-1].startswith("Take O5 on this machine (a machine): ")
     assert page.count("\n\n") >= 2
-    assert all(len(line) <= 108 for line in lines[:-1])
+    assert all(len(line) <= 108 for line in lines)
 
 
 def test_the_page_says_what_rounding_does_to_the_losses_or_that_it_is_unknown():

@@ -93,6 +93,8 @@ amp.frontend.opt_levels["O2"]  # apex.amp.frontend.opt_levels: served
 _amp_state.handle.is_active()  # apex.amp._amp_state.handle.is_active: served
 _amp_state.allow_incoming_model_not_fp32 = True  # apex.amp._amp_state.allow_incoming_model_not_fp32: different
 amp.__version__  # apex.amp.__version__: served
+steps, own = 1, apex.amp  # apex.amp: served
+own.state_dict()  # apex.amp.state_dict: served
 
 model = DDP(model, delay_allreduce=True)  # apex.parallel.DistributedDataParallel: served
 group = apex.parallel.create_syncbn_process_group(2)  # apex.parallel.create_syncbn_process_group: served
@@ -120,7 +122,6 @@ def test_every_name_that_scripts_use_is_reported_at_its_line(script):
         'a = importlib.import_module("apex.amp")  # apex.amp: served\na.init()  # apex.amp.init: served',
         'import apex  # apex: served\ngetattr(apex, "amp").init()  # apex.amp: served; apex.amp.init: served',
         "import apex  # apex: served\namp = apex.amp  # apex.amp: served\namp.init()  # apex.amp.init: served",
-        "import apex  # apex: served\na, b = 1, apex.amp  # apex.amp: served\nb.init()  # apex.amp.init: served",
         "import apex  # apex: served\nx = apex.amp if y else 0  # apex.amp: served\nx.init()  # apex.amp.init: served",
         "if (a := __import__('apex').amp):  # apex: served; apex.amp: served\n    a.init()  # apex.amp.init: served",
         "def f():\n    from apex import amp  # apex.amp: served\n    amp.init()  # apex.amp.init: served",

@@ -40,7 +40,7 @@ SHELL := /bin/bash
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: .venv/.extra-demo  ## train two small models at every level; the table, build/demo/curves.png
+demo: .venv/.extra-demo  ## train three small models at every level and in pure bfloat16; the table, build/demo/curves.png
 	$(BIN)/python -m examples.demo $(ARGS)
 
 # A test file that is named needs the extra `test` alone, but for these; else all that some file needs is installed.

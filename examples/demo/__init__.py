@@ -1,1 +1,1 @@
-"""``make demo``: two small models on real data, trained at every level."""
+"""``make demo``: three small models on real data, trained at every level and in pure bfloat16."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from amp_engine import AmpStateError
 from examples.demo.budget import Budget
 from examples.demo.curves import write_curves
 from examples.demo.interrupt import Interrupt
@@ -111,7 +112,10 @@ def _train_within(
             return Interrupt.WORD
         return budget.why(task, opt_level) if gone / done * (done + 1) > allowed else None
 
-    run = train(task, opt_level, device, baseline, shorten)
+    try:
+        run = train(task, opt_level, device, baseline, shorten)
+    except AmpStateError as error:  # split masters need the compiled kernels
+        run = left_out(task, opt_level, str(error).partition(":")[0])
     bar.update(task.steps - done)
     return run
 

@@ -1,4 +1,4 @@
-"""curves.png: the loss of every level, and its difference to FP32's."""
+"""curves.png: the loss in FP32, at O5 and without masters, and the differences to FP32's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,28 +10,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from examples.demo.tasks import PURE, SMALL
 from examples.demo.training import Run
 
 
 @dataclass(frozen=True)
 class Style:
-    """One hue per way of casting, lighter for bfloat16."""
+    """How a level is drawn."""
 
     color: str
     label: str
     width: float = 1.8
 
 
+# Levels that agree lie on top of one another, so O1, O3 and O4 are in the table alone.
 STYLES = {
     "O0": Style("#c3c8d0", "O0  FP32", width=6),
-    "O1": Style("#1d4fb8", "O1  casts, float16"),
-    "O4": Style("#5fa8f5", "O4  casts, bfloat16"),
-    "O2": Style("#b4530a", "O2  masters, float16"),
-    "O5": Style("#f5a742", "O5  masters, bfloat16"),
-    "O3": Style("#c026a3", "O3  float16 only"),
+    "O2": Style("#1d4fb8", "O2  float16, FP32 masters"),
+    "O5": Style("#f5a742", "O5  bfloat16, FP32 masters"),
+    SMALL: Style("#0f8a5f", "O5  split masters, bfloat16 moments"),
+    PURE: Style("#c026a3", "bfloat16, no masters"),
 }
-# Curves of levels that agree lie on top of one another: they draw dashes in turn, so that all are visible.
-DASH = 3.0  # in units of the line's width
+LOSSES = ("O0", "O5", PURE)  # of the upper panels
 LINEAR_BELOW = 1e-3  # differences are on a logarithmic axis, linear around 0
 GREY = "#6b7280"
 
@@ -75,22 +75,19 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
 
 
 def _draw_losses(axes: Axes, losses: dict[str, np.ndarray]) -> None:
-    turns = max(1, len(losses) - ("O0" in losses))
-    for turn, (level, loss) in enumerate(losses.items()):
-        dash = "solid" if level == "O0" else (turn * DASH, (DASH, (turns - 1) * DASH))
-        style = STYLES[level]
-        axes.plot(_steps(loss), loss, color=style.color, linewidth=style.width, linestyle=dash)
+    for level in LOSSES:
+        if (loss := losses.get(level)) is not None:
+            style = STYLES[level]
+            axes.plot(_steps(loss), loss, color=style.color, linewidth=style.width)
 
 
 def _draw_differences(axes: Axes, losses: dict[str, np.ndarray]) -> None:
     axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=1.5)
     baseline = losses.get("O0", np.empty(0))
-    for level, loss in losses.items():
+    for level in STYLES:
+        loss = losses.get(level, np.empty(0))
         steps = min(len(loss), len(baseline))
-        # O1 and O2 can agree bit for bit, and O4 and O5: the second of each pair leaves gaps
-        dash = (0, (DASH, DASH)) if level in ("O2", "O5") else "solid"
-        difference = loss[:steps] - baseline[:steps]
-        axes.plot(_steps(difference), difference, color=STYLES[level].color, linewidth=1.8, linestyle=dash)
+        axes.plot(_steps(loss[:steps]), loss[:steps] - baseline[:steps], color=STYLES[level].color, linewidth=1.8)
 
 
 def _steps(loss: np.ndarray) -> np.ndarray:

@@ -2,15 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, median
 
 import torch
-from torch import Tensor, nn
 
 from amp_engine import amp
-from examples.demo.tasks import Task, mean_cross_entropy
+from examples.demo.tasks import OPTIONS, Task, mean_cross_entropy
 
 FINAL_STEPS = 20  # the final loss is the mean of this many last steps
 
@@ -25,7 +24,7 @@ class Row:
     metric: float | None  # on held-out data: accuracy 0..1, or bits per character; of a whole row
     ms_per_step: float | None  # median
     speedup: float | None  # ms_per_step of O0 / ms_per_step of this level
-    state_bytes: int | None  # largest seen after any step, see `state_bytes`
+    state_bytes: int | None  # at the end, see `state_bytes`
     skipped: int | None  # steps skipped for an overflow
     loss_scale: float | None  # at the end
     steps: int  # that were run: 0 for a row that was left out, whose values above are None
@@ -59,7 +58,7 @@ def train(
 
     Args:
         task: what to train.
-        opt_level: "O0" to "O5".
+        opt_level: "O0" to "O5", or a key of `OPTIONS`.
         device: where; on CUDA every step is timed with the device's queue empty.
         baseline: the row that `speedup` is relative to; if None, `speedup` is 1; if it has no steps, None.
         shorten: called after every step but the last, outside of the timing; returns a reason to stop, or None.
@@ -68,13 +67,14 @@ def train(
     model = task.build_model().to(device)
     # eps: torch's default of 1e-8 is 0 in float16, and Adam at O3 would divide by it
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.99), eps=1e-5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    options = OPTIONS.get(opt_level, {"opt_level": opt_level})
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(task.steps))
 
     engine = amp.current_engine()
     assert engine is not None
 
-    losses, milliseconds, skipped, peak_bytes, why = [], [], 0, 0, None
+    losses, milliseconds, skipped, why = [], [], 0, None
     try:
         for step in range(task.steps):
             inputs, targets = (tensor.to(device) for tensor in task.batch(step))
@@ -89,7 +89,6 @@ def train(
             scheduler.step()
             losses.append(loss.item())
             skipped += engine.step_was_skipped(optimizer)
-            peak_bytes = max(peak_bytes, state_bytes(model, optimizer))
             why = shorten() if len(losses) < task.steps else None
             if why is not None:
                 break
@@ -103,7 +102,7 @@ def train(
             metric=task.evaluate(model) if why is None else None,
             ms_per_step=ms_per_step,
             speedup=baseline_ms / ms_per_step if baseline_ms else None,
-            state_bytes=peak_bytes,
+            state_bytes=state_bytes(),
             skipped=skipped,
             loss_scale=amp.state_dict()["loss_scaler0"]["loss_scale"],
             steps=len(losses),
@@ -121,24 +120,9 @@ def warmup_then_cosine(steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of parameters, buffers, FP32 masters and optimizer state, each storage once.
-
-    Gradients, activations and the half copies that a forward pass makes are not counted.
-    """
-    storages = {}
-    for tensor in _tensors(model, optimizer):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-    yield from amp.master_params(optimizer)  # FP32 ones, where the level has them
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+def state_bytes() -> int:
+    """Bytes of parameters, buffers, masters and optimizer state, as the receipt has them."""
+    return sum(one.bytes for one in amp.receipt().memory if one.kind not in ("gradients", "weight copies"))
 
 
 def now(device: torch.device) -> float:

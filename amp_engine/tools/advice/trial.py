@@ -81,8 +81,8 @@ class TrialEngine(Engine):
 
     def _follow(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the steps of the first optimizer from here on, unless one is followed."""
+        self._pendings = [one.pending for one in self.records.all]
         if optimizers and self._first() is None:
-            self._pendings = [one.pending for one in self.records.all]
             self._first = weakref.ref(optimizers[0])
             self._hook = optimizers[0].register_step_post_hook(self._after_step)
 

@@ -91,7 +91,7 @@ class Casts(Protocol):
         """True if each call must go through the Python wrappers, which pass it to observers."""
 
     def note_use(self) -> None:
-        """Note that the casts were used; wrappers call this at the first call."""
+        """Note a call in low precision; wrappers call this at the first one."""
 
     def tell(self, call: Call) -> None:
         """Pass `call` to the observers; wrappers call this if there are any."""

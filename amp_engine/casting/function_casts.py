@@ -39,7 +39,7 @@ class FunctionCasts:
         origin: the level or call that switched the casts on, for messages.
         everywhere: True to cast also outside of all regions; False to cast in cast regions only.
         only_observe: cast nothing, but pass each call to the observers.
-        warns: warn at the first call if it is made inside of torch.autocast.
+        warns: warn at the first call in low precision if it is made inside of torch.autocast.
         owner: the engine; referred to weakly.
     """
 
@@ -80,7 +80,7 @@ class FunctionCasts:
         self.owner = None if owner is None else weakref.ref(owner)
 
     def note_use(self) -> None:
-        """Note that the casts were used. Until then calls go through the Python wrappers, which call this and warn."""
+        """Note a call in low precision. Until then calls go through the Python wrappers, which call this and warn."""
         self.were_used = True
         patch_torch.tell_native()
 

@@ -204,7 +204,7 @@ def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call |
     """Return a `Call` for observers; None without observers, and for calls on fake tensors, as while compiling."""
     if torch.compiler.is_compiling():
         return None
-    if not casts.were_used:
+    if kind == "half" and not casts.were_used:  # others may prepare data, outside of an autocast around the model
         casts.note_use()
         _warn_of_autocast(casts)
     if not casts.is_observed or fake_mode() is not None:
@@ -213,7 +213,7 @@ def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call |
 
 
 def _warn_of_autocast(casts: Casts) -> None:
-    """Warn at the first call that casts, since C++ takes later ones. With `casts="model"` the model's forward warns."""
+    """Warn at the first call in low precision: C++ takes later ones. With `casts="model"` the model's forward warns."""
     if casts.everywhere and is_in_autocast():
         warn(
             f"Functions that amp.initialize(..., opt_level={casts.origin!r}) casts are called inside of "

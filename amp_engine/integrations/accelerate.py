@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from amp_engine import amp
@@ -35,7 +34,8 @@ def use(accelerator: Accelerator, opt_level: str = "O1", **options: Any) -> AmpA
     if accelerator.mixed_precision != "no":
         raise AmpValueError(
             f"use() was given an Accelerator with mixed_precision={accelerator.mixed_precision!r}, which casts and "
-            f"scales by itself.  Type use(Accelerator(mixed_precision='no'), opt_level={opt_level!r})."
+            f"scales by itself.  Type use(Accelerator(mixed_precision='no'), opt_level={opt_level!r}), and in the "
+            "arguments of a Trainer bf16=False, fp16=False."
         )
     if accelerator.distributed_type not in _TAKEN:
         raise AmpStateError(
@@ -49,19 +49,7 @@ def use(accelerator: Accelerator, opt_level: str = "O1", **options: Any) -> AmpA
 
 
 class AmpOptimizer(AcceleratedOptimizer):
-    """AcceleratedOptimizer that unscales before it steps, and reports skipped steps to schedulers and Trainer."""
-
-    _is_accelerate_prepared = True  # Accelerator.prepare_optimizer takes it as it is
-
-    def __init__(self, optimizer: Optimizer, device_placement: bool, grad_scaler: amp.GradScaler) -> None:
-        super().__init__(optimizer, device_placement)
-        self._grad_scaler = grad_scaler
-
-    def step(self, closure: Any = None) -> None:
-        """Step if gradients are synchronized; a step whose gradients overflowed does nothing."""
-        if self.gradient_state.sync_gradients:
-            self._grad_scaler.unscale_(self.optimizer)
-        super().step(closure)
+    """AcceleratedOptimizer that reports amp's skipped steps to schedulers and Trainer."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -81,31 +69,19 @@ class AmpAccelerator(Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Initialize models and optimizers, if there are optimizers, and prepare everything; see Accelerate."""
         models = [one for one in args if isinstance(one, nn.Module)]
-        optimizers = [one for one in args if isinstance(one, Optimizer) and not isinstance(one, AmpOptimizer)]
+        optimizers = [one for one in args if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer)]
         if optimizers:  # without optimizers, models are only evaluated
             for model in models if self.device_placement else ():
                 model.to(self.device)
             amp.initialize(models, optimizers, **self._amp_options)
         return super().prepare(*args, device_placement=device_placement)
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AmpOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap an optimizer; see Accelerate."""
-        if not isinstance(optimizer, AmpOptimizer):
-            placed = self.device_placement if device_placement is None else device_placement
-            optimizer = AmpOptimizer(optimizer, placed, self.scaler)
-        return super().prepare_optimizer(optimizer, device_placement)
+        prepared: AcceleratedOptimizer = super().prepare_optimizer(optimizer, device_placement)
+        prepared.__class__ = AmpOptimizer
+        return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale all gradients now, to look at them."""
-        for one in self._optimizers:
-            self.scaler.unscale_(one.optimizer)
-
-    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the gradients that are stepped for `parameters` by their norm, and return the norm."""
-        self.unscale_gradients()
-        return amp.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip each element of the gradients that are stepped for `parameters`."""
-        self.unscale_gradients()
-        amp.clip_grad_value_(parameters, clip_value)
+        """Unscale all gradients now, to clip or look at them."""
+        self.scaler.unscale_(optimizer)

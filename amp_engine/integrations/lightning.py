@@ -18,15 +18,21 @@ with needs("lightning"):
     from lightning.pytorch.plugins import Precision
 
 
-class _WithScaler:
+class _WithScaler(FabricPrecision):
     """Keeps the loss scaler of a run, and saves and loads it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.scaler = amp.GradScaler()
         self._last: dict[str, Any] = {}  # the loss scale, after a run
 
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of the scaled loss; see Lightning."""
+        super().backward(self.scaler.scale(tensor), model, *args, **kwargs)
+
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """The weights that `optimizer` steps: masters at O2 and O5."""
+        """The weights that `optimizer` steps, with unscaled gradients, to clip these."""
+        self.scaler.unscale_(optimizer)
         return amp.master_params(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -42,7 +48,7 @@ class _WithScaler:
 class AmpPrecision(_WithScaler, Precision):
     """Lightning's precision plugin that trains at a level, for automatic and manual optimization.
 
-    It initializes the parts of the LightningModule, which the module's steps call, and closes amp after the run.
+    It initializes the LightningModule, and closes amp after the run.
 
     Args:
         opt_level, options: arguments of `amp.initialize`.
@@ -53,16 +59,12 @@ class AmpPrecision(_WithScaler, Precision):
         self._options = {"opt_level": opt_level, **options}
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
-        """Initialize the parts of the model and the optimizers; see Lightning."""
+        """Initialize the model and the optimizers; see Lightning."""
         if optimizers:
             # Lightning wraps the model before it makes optimizers.
             with amp.rewrap(model) if isinstance(model, DistributedDataParallel) else nullcontext(model) as module:
-                amp.initialize(_called(module), optimizers, **self._options)
+                amp.initialize(module, optimizers, **self._options)
         return model, optimizers, lr_schedulers
-
-    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Scale the loss; see Lightning."""
-        return super().pre_backward(self.scaler.scale(tensor), module)
 
     def optimizer_step(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, then step, or skip; see Lightning."""
@@ -73,45 +75,16 @@ class AmpPrecision(_WithScaler, Precision):
             return None
         return self.scaler.step(optimizer, **kwargs)
 
-    def clip_gradients(
-        self, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
-    ) -> None:
-        """Clip the gradients that `optimizer` steps; see Lightning."""
-        if not clip_val or clip_val < 0:
-            return
-        clip = amp.clip_grad_value_ if gradient_clip_algorithm == "value" else amp.clip_grad_norm_
-        self.scaler.unscale_(optimizer)
-        clip(optimizer, clip_val)
-
     def teardown(self) -> None:
-        """Close amp, which gives the parts their own types again."""
+        """Close amp, which gives the model its own types again."""
         self.scaler.update()  # leaves a `scale_loss` that an error in a backward left open
         self._last = self.state_dict()
         amp.close()
 
 
-class AmpFabricPrecision(_WithScaler, FabricPrecision):
+class AmpFabricPrecision(_WithScaler):
     """Fabric's precision plugin, for models and optimizers that `amp.initialize` took before `fabric.setup`."""
-
-    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the scaled loss; see Fabric."""
-        super().backward(self.scaler.scale(tensor), model, *args, **kwargs)
-
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, to clip them."""
-        self.scaler.unscale_(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, or skip; see Fabric."""
         return self.scaler.step(optimizer, **kwargs)
-
-
-def _called(module: nn.Module) -> list[nn.Module]:
-    """The parts of a LightningModule that its steps call: its children, without mere containers."""
-    found: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _called(child)
-        elif any(True for _ in child.parameters()):
-            found.append(child)
-    return found

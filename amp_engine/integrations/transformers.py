@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from amp_engine import amp
-from amp_engine.errors import AmpValueError
 from amp_engine.integrations.extras import needs
 
 with needs("transformers"):
@@ -15,8 +12,6 @@ with needs("transformers"):
     from transformers import Trainer
 
     from amp_engine.integrations.accelerate import use
-
-_CASTS_BY_ITSELF = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval")
 
 
 class AmpTrainerMixin:
@@ -29,8 +24,6 @@ class AmpTrainerMixin:
         args, kwargs: of the Trainer.
         opt_level: the level, as in `amp.initialize`.
         amp_options: further arguments of `amp.initialize`.
-
-    Raises AmpValueError if TrainingArguments ask for a precision too.
     """
 
     accelerator: Any
@@ -41,25 +34,13 @@ class AmpTrainerMixin:
         self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self._amp_options = {"opt_level": opt_level, **(amp_options or {})}
-        self._arrived: tuple[Any, torch.dtype | None] = (None, None)  # the model, and its type before training
         super().__init__(*args, **kwargs)
+        self._came_in = getattr(self.model, "dtype", None)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; see transformers."""
-        for name in _CASTS_BY_ITSELF:
-            if getattr(self.args, name):
-                raise AmpValueError(
-                    f"TrainingArguments({name}=True) casts the model by itself, beside "
-                    f"opt_level={self._amp_options['opt_level']!r}.  Leave {name} out."
-                )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = use(self.accelerator, **self._amp_options)
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the optimizer, before the model is cast; see transformers."""
-        if self._arrived[0] is not self.model:
-            self._arrived = self.model, getattr(self.model, "dtype", None)
-        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the loss scale and the skips beside the training loss; see transformers."""
@@ -68,14 +49,10 @@ class AmpTrainerMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        model, dtype = self._arrived
-        is_cast = model is self.model and dtype is not None and model.dtype != dtype
-        if is_cast and state_dict is None:
-            state_dict = amp.export_state_dict(model, torch.float32)  # has tied weights once
         super()._save(output_dir, state_dict)  # type: ignore[misc]
-        if is_cast and self.args.should_save:  # the config has the type of the cast model now
-            model.config.update({"dtype": str(dtype).removeprefix("torch.")})
-            model.config.save_pretrained(output_dir or self.args.output_dir)
+        if self.args.should_save and getattr(self.model, "dtype", None) != self._came_in:
+            self.model.config.update({"dtype": str(self._came_in).removeprefix("torch.")})
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)
 
 
 class AmpTrainer(AmpTrainerMixin, Trainer):

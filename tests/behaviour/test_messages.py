@@ -365,8 +365,9 @@ def test_a_part_that_is_called_from_outside_inside_of_autocast_warns() -> None:
 
 @pytest.mark.parametrize("casts", ["everywhere", "model"])
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)
-def test_the_first_function_that_is_cast_inside_of_autocast_warns(level: str, casts: Any) -> None:
+def test_the_first_function_in_low_precision_inside_of_autocast_warns(level: str, casts: Any) -> None:
     model, _ = pair(opt_level=level, casts=casts, verbosity=0)
+    torch.ones(2).exp() + torch.arange(2)  # as data is prepared
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(AmpRuntimeWarning) as heard:
         MLP.loss(model, MLP.batch())
     (warning,) = heard

@@ -3,6 +3,7 @@
 import json
 
 import torch
+import torchvision_operators  # noqa: F401  (before transformers, which imports torchvision)
 import transformers
 from common import (
     CHARACTERS,
@@ -110,13 +111,12 @@ def check_skips(level: str, folder) -> None:
 
 
 def check_refusals(level: str, folder) -> None:
-    for name in ("bf16", "fp16"):
-        message = ""
-        try:
-            AmpTrainer(new_model(), training(folder, **{name: True}), opt_level=level)
-        except ValueError as error:
-            message = str(error)
-        assert f"TrainingArguments({name}=True)" in message, message
+    message = ""
+    try:
+        AmpTrainer(new_model(), training(folder, bf16=True), opt_level=level)
+    except ValueError as error:
+        message = str(error)
+    assert "bf16=False" in message, message
 
 
 def check_saved(folder, model: GPT2LMHeadModel, level: str) -> None:

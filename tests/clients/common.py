@@ -59,6 +59,12 @@ def digit_classifier() -> nn.Module:
     )
 
 
+def in_bfloat16(model: nn.Module, level: str) -> nn.Module:
+    """The model in bfloat16; at O0 and O4 the same weights in FP32."""
+    model.to(torch.bfloat16)
+    return model.float() if level in ("O0", "O4") else model
+
+
 class NextCharacter(nn.Module):
     """A character model that came in bfloat16; at O0 and O4 the same weights in FP32. [n, CONTEXT] to logits.
 
@@ -75,9 +81,7 @@ class NextCharacter(nn.Module):
         self.norm = nn.LayerNorm(128 * self.CONTEXT)
         self.head = nn.Linear(128 * self.CONTEXT, CHARACTERS)
         nn.init.normal_(self.head.weight, std=0.12)
-        self.to(torch.bfloat16)
-        if level in ("O0", "O4"):
-            self.float()
+        in_bfloat16(self, level)
 
     def forward(self, context: Tensor) -> Tensor:
         return self.head(self.norm(self.embedding(context).flatten(1)))

@@ -3,6 +3,7 @@
 import diffusers
 import torch
 import torch.nn.functional as F
+import torchvision_operators  # noqa: F401  (before diffusers, which imports torchvision)
 from accelerate import Accelerator
 from common import EPS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state
 from diffusers import DDPMScheduler, UNet2DModel
@@ -16,46 +17,60 @@ ACCUMULATE = 2
 BATCH = 16
 
 
+def new_model() -> UNet2DModel:
+    torch.manual_seed(0)
+    return UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=4,
+        attention_head_dim=8,
+    )
+
+
+class Noised:
+    """Batches of images with noise."""
+
+    def __init__(self) -> None:
+        self.scheduler = DDPMScheduler(num_train_timesteps=100)
+        self.images = torch.from_numpy(load_digits().images).float().unsqueeze(1) / 8 - 1  # the pixels are 0..16
+
+    def drawn(self, seed: int, dtype: torch.dtype = torch.float32):
+        """Noisy images, their time steps, and the noise."""
+        generator = torch.Generator().manual_seed(seed)
+        clean = self.images[torch.randint(len(self.images), (BATCH,), generator=generator)]
+        noise = torch.randn(clean.shape, generator=generator).to(dtype)
+        when = torch.randint(100, (BATCH,), generator=generator)
+        return self.scheduler.add_noise(clean.to(dtype), noise, when), when, noise
+
+
 class Loop:
     """Everything that Accelerate prepares, and the average, at one level."""
 
     def __init__(self, level: str, **options) -> None:
-        torch.manual_seed(0)
         self.accelerator = use(
             Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE), opt_level=level, **options
         )
-        model = UNet2DModel(
-            sample_size=8,
-            in_channels=1,
-            out_channels=1,
-            layers_per_block=1,
-            block_out_channels=(16, 32),
-            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-            norm_num_groups=4,
-            attention_head_dim=8,
-        )
+        model = new_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=EPS)
+        self.ema = EMAModel(model.parameters(), decay=0.9, model_cls=UNet2DModel, model_config=model.config)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.ema = EMAModel(
-            amp.master_params(self.optimizer), decay=0.9, model_cls=UNet2DModel, model_config=model.config
-        )
         self.expected = EMAModel(self.weights(), decay=0.9)  # of copies in FP32
         self.accelerator.register_for_checkpointing(self.ema, self.expected)
-        self.noise = DDPMScheduler(num_train_timesteps=100)
-        self.images = torch.from_numpy(load_digits().images).float().unsqueeze(1) / 8 - 1  # the pixels are 0..16
+        self.noised = Noised()
 
     def weights(self):
         state = self.model.state_dict()
         return [state[name].detach().float().requires_grad_() for name, _ in self.model.named_parameters()]
 
     def iterate(self, index: int, factor: float = 1.0) -> float:
-        generator = torch.Generator().manual_seed(index)
-        clean = self.images[torch.randint(len(self.images), (BATCH,), generator=generator)]
-        noise = torch.randn(clean.shape, generator=generator)
-        when = torch.randint(100, (BATCH,), generator=generator)
+        noisy, when, noise = self.noised.drawn(index)
         with self.accelerator.accumulate(self.model):
-            found = self.model(self.noise.add_noise(clean, noise, when), when).sample
+            found = self.model(noisy, when).sample
             loss = F.mse_loss(found.float(), noise)
             self.accelerator.backward(loss * factor)
             if self.accelerator.sync_gradients:

@@ -1,8 +1,8 @@
 """A character model with batch norm through Lightning 2: automatic or manual optimization, or Fabric."""
 
-import lightning
 import torch
 import torch.nn.functional as F
+import torchvision_operators  # noqa: F401  (before lightning, which imports torchvision)
 from common import (
     CHARACTERS,
     EPS,
@@ -17,6 +17,7 @@ from common import (
     scaler_state,
     text_windows,
 )
+from lightning import __version__
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -140,10 +141,12 @@ def batches() -> DataLoader:
 def check_skips(level: str) -> None:
     """A loss scale that is too large, for the last rank: at none do weights or scheduler move; the model is FP32 again.
 
-    At O3, which has no masters, it comes back as it was rounded.
+    At O3, which has no masters, it comes back as it was rounded, and so it does where masters of ranks start.
     """
     model = NextCharacter(factor=1e3 if RANK == WORLD_SIZE - 1 else 1e-3)
-    before = [p.half().float() if level == "O3" else p.clone() for p in model.parameters()]
+    masters = {"O2": torch.float16, "O5": torch.bfloat16} if WORLD_SIZE > 1 else {}
+    dtype = {"O3": torch.float16, **masters}.get(level, torch.float32)
+    before = [p.detach().to(dtype, copy=True).float() for p in model.parameters()]
     trainer = trainer_of(level, 1, loss_scale=2.0**125, skip_on_overflow=True)
     trainer.fit(model, batches())
     schedulers = trainer.lr_scheduler_configs
@@ -173,7 +176,7 @@ def main() -> None:
     options = arguments(__doc__)
     seed_everything(0)
     if options.variant == "fabric":
-        report(version=lightning.__version__, losses=by_fabric(options.level))
+        report(version=__version__, losses=by_fabric(options.level))
         return
     if not options.resume:
         check_skips(options.level)
@@ -185,7 +188,7 @@ def main() -> None:
     checkpoint = options.resume and next(options.resume.glob(f"*step={SAVED_AT}.ckpt"))
     trainer.fit(model, batches(), ckpt_path=checkpoint, weights_only=False)
     assert all(p.dtype == torch.float32 for p in model.parameters())
-    report(version=lightning.__version__, losses=model.losses, saved=model.saved, restored=model.restored)
+    report(version=__version__, losses=model.losses, saved=model.saved, restored=model.restored)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import torch
 import torchvision_operators  # noqa: F401  (before transformers, which imports torchvision)
 import transformers
-from common import CHARACTERS, LONG, OVERFLOWS_AT, SAVED_AT, arguments, overflow, report, text_windows
+from common import CHARACTERS, LONG, OVERFLOWS_AT, SAVED_AT, arguments, in_bfloat16, overflow, report, text_windows
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from amp_engine import amp
@@ -46,8 +46,7 @@ def new_model(level: str) -> GPT2LMHeadModel:
     sizes = {"vocab_size": CHARACTERS, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0, initializer_range=0.25))
-    model.to(torch.bfloat16)
-    return model.float() if level in ("O0", "O4") else model
+    return in_bfloat16(model, level)
 
 
 def main() -> None:

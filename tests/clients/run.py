@@ -2,11 +2,12 @@
 
 Some know apex, and are unmodified; others train through `amp_engine.integrations`; in those of one_line_*.py one line,
 `model, optimizer = amp.initialize(model, optimizer, opt_level="O5")`, gives masters to a model that came in bfloat16;
-in their variants that end with later `amp.initialize(model, opt_level="O5")`, and the trainer makes the optimizer.
+in their variants that end with later, and in those that have no such variant, it is `amp.initialize(model,
+opt_level="O5")`, and the trainer makes the optimizer.
 
-Each has an environment in build/clients, those of one_line_*.py one together, with pinned packages and the amp_engine
-of this tree, and trains a small model on the CPU at every level that it supports, by `python -m amp_engine.apex
-program.py`; variants that begin with `ranks` on two ranks, by torchrun. A row is one such run:
+Each has an environment in build/clients, those of today's frameworks one together, with pinned packages and the
+amp_engine of this tree, and trains a small model on the CPU at every level that it supports, by `python -m
+amp_engine.apex program.py`; variants that begin with `ranks` on two ranks, by torchrun. A row is one such run:
 
 * O0 has to learn;
 * O1 and O2 have to follow its losses within 0.01, O4 and O5, in bfloat16, within 0.05; O3 has to stay finite;
@@ -42,7 +43,6 @@ PIP = "pip==24.0"  # later ones refuse the metadata of pytorch-lightning 1.9.5
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LIMITS = {"O1": 0.01, "O2": 0.01, "O4": 0.05, "O5": 0.05}  # of the difference to O0, at every step
 DYNAMIC_LEVELS = ("O1", "O2")  # whose loss scale depends on the count of clean steps
-INTEGRATED_LEVELS = ("O1", "O2", "O4", "O5")
 LATER_LEVELS = ("O0", "O4", "O5")  # of the variants that end with later
 PLAIN = "bfloat16"  # without amp_engine, where updates are lost
 LEARNT = 0.9  # the mean of the last LAST losses is below this times the mean of the first
@@ -71,7 +71,7 @@ class Client:
         program: beside this file.
         saves_scaler: whether its checkpoints hold amp's state.
         variants: other ways through it, for the program's `--variant`.
-        levels: at which it is resumed and, with O0, at which the variants train.
+        levels: at which it is resumed and, with O0, at which the variants train; without any these train as it does.
         drawn: variants whose losses depend on tokens that the model draws: at each level they have to learn.
         trained: the levels at which it trains without a variant.
         environment: of its requirements, if they are not of its own name.
@@ -99,11 +99,22 @@ class Client:
         return BUILD / self.requirements / ".venv" / "bin" / "python"
 
 
+def integrated(name: str, program: str, *variants: str, drawn: tuple[str, ...] = ()) -> Client:
+    """A client that trains through `amp_engine.integrations`."""
+    return Client(name, program, True, variants, DYNAMIC_LEVELS, drawn, environment="frameworks")
+
+
 def one_line(name: str, *variants: str) -> Client:
     """A client of one_line_*.py; those with other variants than later are resumed."""
     program = f"one_line_{name}"
     levels = ("O5",) if variants else ()
-    return Client(program, f"{program}.py", False, ("later", *variants), levels, (), ("O0", "O5", PLAIN), "one_line")
+    return Client(program, f"{program}.py", False, ("later", *variants), levels, (), ("O0", "O5", PLAIN), "frameworks")
+
+
+def later(name: str, *variants: str, drawn: tuple[str, ...] = ()) -> Client:
+    """A client of one_line_*.py whose optimizers are all made after the line."""
+    program = f"one_line_{name}"
+    return Client(program, f"{program}.py", False, variants, (), drawn, (*LATER_LEVELS, PLAIN), "frameworks")
 
 
 CLIENTS = (
@@ -114,14 +125,13 @@ CLIENTS = (
     Client("deepillusion", "deepillusion_epochs.py", saves_scaler=True),
     # Its optimizers refuse groups that hold masters instead of the model's parameters, as at O2 and O5.
     Client("classy", "classy_task.py", True, ("larc",), ("O1", "O4"), trained=("O0", "O1", "O3", "O4")),
-    # Through timm's ApexScaler, and the variants that begin with scaler through amp_engine.integrations.
-    Client("timm", "timm_scaler.py", True, ("agc", "scaler_norm", "scaler_value", "scaler_agc"), INTEGRATED_LEVELS),
-    # Through amp_engine.integrations.
-    Client("accelerate", "accelerate_loop.py", True, ("value", "ranks"), INTEGRATED_LEVELS),
-    Client("diffusers", "diffusers_unet.py", True, (), INTEGRATED_LEVELS),
-    Client("lightning2", "lightning_precision.py", True, ("manual", "fabric", "ranks"), INTEGRATED_LEVELS),
-    Client("trainer", "amp_trainer.py", True, ("seq2seq", "ranks", "compile", "checkpointing"), INTEGRATED_LEVELS),
-    Client("trl", "trl_trainers.py", True, ("dpo", "grpo"), INTEGRATED_LEVELS, drawn=("grpo",)),
+    # Through timm's ApexScaler, but for the variants that begin with scaler.
+    integrated("timm", "timm_scaler.py", "agc", "scaler_norm", "scaler_value", "scaler_agc"),
+    integrated("accelerate", "accelerate_loop.py", "value", "ranks"),
+    integrated("diffusers", "diffusers_unet.py"),
+    integrated("lightning2", "lightning_precision.py", "manual", "fabric", "ranks"),
+    integrated("trainer", "amp_trainer.py", "seq2seq", "ranks", "compile", "checkpointing"),
+    integrated("trl", "trl_trainers.py", "dpo", "grpo", drawn=("grpo",)),
     one_line("accelerate", "prepared", "ranks", "ranks_prepared", "ranks_later"),
     one_line("trainer", "create_optimizer", "callback"),
     one_line(
@@ -132,6 +142,9 @@ CLIENTS = (
     one_line("skorch"),
     one_line("fastai"),
     one_line("sentence"),
+    later("trl", "dpo", "grpo", drawn=("grpo",)),
+    later("timm"),
+    later("diffusers"),
 )
 
 
@@ -213,8 +226,8 @@ def all_runs(clients: Sequence[Client]) -> Iterator[Run]:
     """Every run, each after those that it is compared with or resumed from."""
     for client in clients:
         for variant in ("", *client.variants):
-            levels = LATER_LEVELS if variant.endswith("later") else ("O0", *client.levels)
-            for level in levels if variant else client.trained:
+            levels = ("O0", *client.levels) if variant and client.levels else client.trained
+            for level in LATER_LEVELS if variant.endswith("later") else levels:
                 yield Run(client, variant, level)
         for level in client.levels:
             yield Run(client, "", level, resumed=True)
@@ -315,7 +328,7 @@ def judge(run: Run, runs: dict[Run, Future[dict[str, Any]]]) -> Row:
         if run.resumed:
             row.complaint = judge_resumed(run, record, runs[Run(run.client, run.variant, run.level)].result())
         else:
-            level = "O0" if run.variant in run.client.drawn else run.level
+            level = "O0" if run.variant in run.client.drawn and run.level != PLAIN else run.level
             row.complaint = judge_losses(level, losses, row.difference)
     except ClientError as error:
         row.complaint = str(error)

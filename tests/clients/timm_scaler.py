@@ -27,9 +27,9 @@ VARIANTS = {
 }
 
 
-def start(level: str, **options):
+def new_model() -> torch.nn.Module:
     random_seed(0)
-    model = create_model(
+    return create_model(
         "vit_tiny_patch16_224",
         img_size=8,
         patch_size=2,
@@ -42,6 +42,10 @@ def start(level: str, **options):
         global_pool="avg",
         weight_init="jax",
     )
+
+
+def start(level: str, **options):
+    model = new_model()
     optimizer = create_optimizer_v2(model, opt="adamw", lr=3e-3, weight_decay=0.05, eps=EPS)
     return amp.initialize(model, optimizer, opt_level=level, **options)
 
@@ -50,6 +54,12 @@ def data():
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 8 - 1  # the pixels are 0..16
     return images, torch.from_numpy(digits.target)
+
+
+def drawn(images, labels, seed: int):
+    """A batch."""
+    index = torch.randint(len(labels), (BATCH,), generator=torch.Generator().manual_seed(seed))
+    return images[index], labels[index]
 
 
 def train(level: str, variant: str, out, resume=None) -> dict:
@@ -78,9 +88,8 @@ def train(level: str, variant: str, out, resume=None) -> dict:
     saved = None
     for step in range(first, STEPS):
         for micro in range(ACCUMULATE):
-            generator = torch.Generator().manual_seed(step * ACCUMULATE + micro)
-            index = torch.randint(len(labels), (BATCH,), generator=generator)
-            loss = criterion(model(images[index]), labels[index])
+            image, label = drawn(images, labels, step * ACCUMULATE + micro)
+            loss = criterion(model(image), label)
             losses.append(loss.item())
             loss_scaler(
                 loss / ACCUMULATE,

@@ -70,6 +70,12 @@ class Trains:
     def _save(self, output_dir, state_dict):
         self.saved.append(state_dict)
 
+    def _load_from_checkpoint(self, checkpoint):
+        self.saved.append(f"weights of {checkpoint}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        self.saved.append(f"optimizer of {checkpoint}")
+
 
 class Pretrained(nn.Linear):
     @property
@@ -82,13 +88,23 @@ class Config(dict):
         self.saved_as = self["dtype"]
 
 
+TRANSFORMERS = {
+    "accelerate": {},
+    "transformers": {"Trainer": Trains},
+    "amp_engine.integrations.accelerate": {"use": lambda accelerator, **options: accelerator},
+}
+
+
+def test_the_trainer_loads_weights_into_the_masters_that_it_made(over):
+    """transformers loads them before it makes the optimizer, and again only for DeepSpeed and FSDP."""
+    trainer = over("transformers", TRANSFORMERS).AmpTrainer(Pretrained(4, 4))
+    trainer._load_optimizer_and_scheduler(None)
+    trainer._load_optimizer_and_scheduler("folder")
+    assert trainer.saved == ["optimizer of None", "weights of folder", "optimizer of folder"]
+
+
 def test_what_the_trainer_saves_says_the_type_in_which_its_model_came(over):
-    stand_ins = {
-        "accelerate": {},
-        "transformers": {"Trainer": Trains},
-        "amp_engine.integrations.accelerate": {"use": lambda accelerator, **options: accelerator},
-    }
-    trainer = over("transformers", stand_ins).AmpTrainer(Pretrained(4, 4))
+    trainer = over("transformers", TRANSFORMERS).AmpTrainer(Pretrained(4, 4))
     trainer.model.config = Config()
     trainer._save()
     assert trainer.model.config == {}

@@ -26,6 +26,11 @@ def has_ranks() -> bool:
     return _CAN_HAVE_RANKS and torch.distributed.is_initialized()
 
 
+def has_other_ranks() -> bool:
+    """True if there is a process group of more than one rank."""
+    return has_ranks() and torch.distributed.get_world_size() > 1
+
+
 def is_sharded(param: Any) -> bool:
     """True if `param` wraps other tensors, as a DTensor does."""
     return is_wrapper_subclass(param)

@@ -42,6 +42,11 @@ class AmpTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = use(self.accelerator, **self._amp_options)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]  # again, now that there are masters
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the loss scale and the skips beside the training loss; see transformers."""
         if amp.current_engine() is not None and "loss" in logs:

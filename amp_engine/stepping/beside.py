@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpValueError
-from amp_engine.ground.distributed import has_ranks, is_sharded
+from amp_engine.ground.distributed import has_other_ranks, is_sharded
 from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import halves, tensor_lists
 from amp_engine.kernels.formulas import Sgd
@@ -145,7 +145,7 @@ class Master(Beside):
     def counts(self) -> bool:
         """True if each element of the parameter that was not written since was rounded from the value."""
         weight, param = self.weight, self.param
-        return self.in_sync() or not (has_ranks() or weight.shape != param.shape or weight.device != param.device)
+        return self.in_sync() or not (has_other_ranks() or weight.shape != param.shape or weight.device != param.device)
 
     @torch.no_grad()
     def take(self, value_f32: Tensor) -> None:
@@ -199,7 +199,7 @@ class Remainder(Beside):
         """
         if self.in_sync():
             return True
-        if has_ranks() or self.param.shape != self.bits.shape:
+        if has_other_ranks() or self.param.shape != self.bits.shape:
             return False
         return self._pairs.params.has_other_memory(self._place)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpValueError
-from amp_engine.ground.distributed import has_ranks, is_sharded
+from amp_engine.ground.distributed import has_other_ranks, is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.beside import Adoption, Beside, Master, Pairs, Remainder, round_all
@@ -275,8 +275,9 @@ class Rows:
         if self.is_shown or not self._known:
             return
         is_first, self._has_followed = not self._has_followed, True
-        is_whole = has_ranks()
-        if self.pairs.params.have_moved():
+        have_moved = self.pairs.params.have_moved()
+        is_whole = (is_first or have_moved) and has_other_ranks()
+        if have_moved:
             for place, one in enumerate(self._known.values()):
                 if self.pairs.params.has_moved(place):
                     one.follow(is_whole)

@@ -154,3 +154,15 @@ def test_an_optimizer_that_replaces_another_one_goes_on_from_its_masters() -> No
     for first_lives in (True, False):
         assert_bitwise(ours[f"{first_lives} False"], ours[f"{first_lives} True"])
     assert "fully_shard has made shards of this" in ours["sharded since"]
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_masters_of_a_single_rank_start_from_the_exact_weights(one_process_group: None, level: str) -> None:
+    """As under `torchrun --nproc-per-node 1`."""
+    model = MLP.model()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    optimizer.step()
+    assert_bitwise([weight.detach() for weight in masters(optimizer)], before)

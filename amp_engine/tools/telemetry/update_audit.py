@@ -238,7 +238,7 @@ class _Followed:
         self._weights: dict[int, _Weight] = {}
         self._steps = self._audited = self._skipped = self._bytes = 0
         self._marks: list[tuple[Any, ...]] = []
-        self._refused = self._note = self._before_what = ""
+        self._refused = self._note = self._before_what = self._broken = ""
         self._lrs: set[float] = set()
         self._wider = _WIDER
         self._depth = 0  # a subclass that calls super().step() calls the hooks again
@@ -264,6 +264,7 @@ class _Followed:
             steps=self._steps,
             audited=self._audited,
             skipped=self._skipped,
+            broken=self._broken,
             milliseconds=1000 * median(map(_seconds, self._marks)) if self._marks else None,
             bytes=self._bytes,
             refused=self._refused,
@@ -354,6 +355,9 @@ class _Followed:
         self._bytes = max(self._bytes, held)
         if self._was_skipped(optimizer) or not all(map(math.isfinite, itertools.chain(*found))):
             self._skipped += 1
+            broken = (before for row, before in zip(found, step.before, strict=True) if _is_broken(row))
+            if (first := next(broken, None)) is not None and not self._was_skipped(optimizer):
+                self._broken = dtype_name(first.dtype)
             return
         self._audited += 1
         self._lrs |= {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
@@ -366,6 +370,11 @@ class _Followed:
         record = self._engine.records.get(optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, for fused optimizers
         return (record is not None and record.pending.last.skipped) or (found_inf is not None and float(found_inf) != 0)
+
+
+def _is_broken(row: Sequence[float]) -> bool:
+    """True if a step in the wider type was finite, and the step itself was not."""
+    return math.isfinite(row[0]) and not math.isfinite(row[1])
 
 
 def _listed(given: Any, kind: type, argument: str, one: str) -> list[Any]:
@@ -481,10 +490,11 @@ def _five(before: Tensor, wanted: Tensor, after: Tensor) -> Tensor:
     got = after.to(wanted.dtype) - before.to(wanted.dtype)
     ratio = size / spacing(before)
     is_small = (size > 0) & (ratio < 0.25)
+    by_one_unit = (got != 0) & (got.abs() <= 2 * spacing(before))  # 2: below a power of two the spacing is half
     sampled = ratio.where(size > 0, float("nan")).flatten()[:: max(1, size.numel() // _SAMPLE)]
     middle = sampled.nanmedian() if sampled.numel() else size.new_zeros(())
     sums = [size.double().sum(), (wanted - got).abs().double().sum(), middle.nan_to_num(0.0).double()]
-    return torch.stack([*sums, is_small.sum().double(), (is_small & (got != 0)).sum().double()])
+    return torch.stack([*sums, is_small.sum().double(), (is_small & by_one_unit).sum().double()])
 
 
 def spacing(values: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ class AuditedTensor:
         never_moved: of the elements that audited steps wanted to change, the share, 0 to 1, that no step changed.
         step_in_spacings: |wanted| over the distance from a weight to the next larger magnitude of its type, as a median
             over the elements that a step wanted to change, then over steps; 0 if no step wanted a change.
-        moved_by_chance: share of the changes below a quarter of that distance that still moved the weight; 0 under
-            rounding to nearest, and if there were no such changes.
+        moved_by_chance: share of the changes below a quarter of that distance that still moved the weight, by one unit;
+            0 under rounding to nearest, and if there were no such changes.
         state_dtypes: types of the tensors in its optimizer state.
     """
 
@@ -94,6 +94,7 @@ class AuditedOptimizer:
         steps: number of calls of `step` during the audit.
         audited: number of steps in the figures.
         skipped: number of chosen steps that are not in the figures: skipped ones, and updates that were not finite.
+        broken: the type of weights that a step made not finite where the same step in a wider type is finite, or "".
         milliseconds: median time of the audit itself for an audited step; None without one.
         bytes: the most memory that the audit held: copies during a step, and two flags for each element.
         refused: the reason why no further step could be audited; "" if all could.
@@ -107,6 +108,7 @@ class AuditedOptimizer:
     steps: int
     audited: int
     skipped: int
+    broken: str
     milliseconds: float | None
     bytes: int
     refused: str
@@ -149,6 +151,8 @@ class UpdateReport:
         if not wanted:
             return f"{what}."
         erased = sum(tensor.wanted * tensor.erased for tensor in tensors) / wanted
+        if erased > 1:
+            return f"{what}: its steps differ from what {one.class_name} wanted by {share(erased)} of that."
         return f"{what}: {share(erased)} of what {one.class_name} wanted never reached the weights."
 
     @property
@@ -163,6 +167,13 @@ class UpdateReport:
     def _verdict(self) -> Iterator[str]:
         if not self.tensors:
             yield "No step was audited."
+            for one in self.optimizers:
+                if one.broken in _LEVEL:
+                    yield (
+                        f"A step of {one.class_name} in {one.broken} gave weights that are not finite, and the same "
+                        f"step in FP32 did not: numbers as small as an eps of 1e-8 are 0 in {one.broken}."
+                    )
+                    yield _line_to_type(_LEVEL[one.broken], one.before)
             return
         losing = [one for one in self.tensors if self._counts(one)]
         if not losing:

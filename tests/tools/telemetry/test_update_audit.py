@@ -593,3 +593,40 @@ def test_json_and_files(tmp_path: Any) -> None:
     with pytest.raises(AmpValueError, match=r"audit is written as .* Use for example '.*audit\.html'"):
         audit.save(tmp_path / "audit.pdf")
     assert not (tmp_path / "audit.pdf").exists()
+
+
+def test_steps_that_float16_makes_not_finite_name_the_level() -> None:
+    """AdamW's eps of 1e-8 is 0 in float16, and so are squares of small gradients: 0 / 0."""
+    model = nn.Linear(8, 8).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    with amp.audit_updates(optimizer, models=model) as audit:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1e-5)
+        optimizer.step()
+    assert audit.measured().sentences == (
+        "No step was audited.",
+        "A step of AdamW in float16 gave weights that are not finite, and the same step in FP32 did not: "
+        "numbers as small as an eps of 1e-8 are 0 in float16.",
+        'Type model, optimizer = amp.initialize(model, optimizer, opt_level="O2") and `with amp.scale_loss(loss, '
+        "optimizer) as scaled_loss: scaled_loss.backward()`.",
+    )
+
+
+def test_steps_that_are_far_too_long_are_not_taken_for_rounding_by_chance() -> None:
+    class TooLong(torch.optim.SGD):
+        """As AdamW in float16, whose second moment is 0."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * (100.0 if p.dtype is torch.float16 else 1e-4))
+
+    model = nn.Linear(8, 8).half()
+    optimizer = TooLong(model.parameters(), lr=1.0)
+    with amp.audit_updates(optimizer, models=model) as audit:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1e-3)
+        optimizer.step()
+    report = audit.measured()
+    assert {one.remedy for one in report.tensors} == {"O2"}
+    assert "its steps differ from what TooLong wanted by" in report.summary[0]

@@ -131,6 +131,11 @@ def test_no_line_is_longer_than_a_window(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_the_marks_of_a_merge(page):
+    assert not re.search("^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target

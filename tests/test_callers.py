@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +76,23 @@ def test_a_step_without_a_gradient_is_warned_of_at_the_line_of_the_step() -> Non
         with pytest.warns(AmpGradientWarning, match="finds no gradient") as found:
             optimizer.step()
         assert [(one.filename, one.lineno) for one in found] == [(__file__, line_before())]
+
+
+def test_a_module_that_is_run_by_its_name_is_warned_too() -> None:
+    """`python -m package.module`: the module is __main__, and its loader refuses that name."""
+    lines = (
+        "from amp_engine import AmpWarning",
+        "from amp_engine.ground.callers import warn",
+        "warn('said', AmpWarning)",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "warns_here.py").write_text("\n".join(lines))
+        path = os.pathsep.join([str(Path(__file__).parents[1]), folder])
+        done = subprocess.run(
+            [sys.executable, "-m", "warns_here"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    assert "warns_here.py:3: AmpWarning: said" in done.stderr

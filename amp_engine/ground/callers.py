@@ -34,7 +34,6 @@ def warn(text: str, category: type[Warning], frame: FrameType | None = None) -> 
         frame.f_lineno,
         names.get("__name__"),
         names.setdefault("__warningregistry__", {}),
-        names,
     )
 
 

@@ -62,8 +62,8 @@ BRIEFS = {
     "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.\n",
     "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n",
     "O3": "O3:  Pure FP16 training.\n",
-    "O4": "O4:  O1 in bfloat16: automatic casts around Pytorch functions, no loss scaling.\n",
-    "O5": "O5:  O2 in bfloat16: BF16 training with FP32 batchnorm and FP32 master weights.\n",
+    "O4": "O4:  Insert automatic casts to bfloat16 around Pytorch functions, FP32 weights, no loss scale.\n",
+    "O5": "O5:  bfloat16 model with FP32 batchnorm and FP32 master weights, no loss scale.\n",
 }
 
 

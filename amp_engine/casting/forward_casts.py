@@ -24,10 +24,9 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from amp_engine.casting.inputs import Arguments, Inputs
+from amp_engine.casting.model_warnings import ModelWarnings
 from amp_engine.casting.one_type import mixed_types, of_one_type
-from amp_engine.casting.regions import TAKE_AUTOCAST_OUT, cast_region, is_in_autocast, is_outside
-from amp_engine.errors import AmpRuntimeWarning
-from amp_engine.ground.callers import warn
+from amp_engine.casting.regions import cast_region, is_outside
 from amp_engine.ground.containers import GivenMappings, cast_tensors
 from amp_engine.ground.distributed import is_fsdp2
 from amp_engine.ground.dtypes import LOW_PRECISION
@@ -56,6 +55,7 @@ class ForwardCasts:
         of_island: True if the module computes in FP32 inside of a half model: it casts half inputs in each call, and
             outputs only in calls from inside of a forward that casts.
         of_model: casts the inputs, the same for the model and its parts.
+        warnings: what is said once, the same for the model and its parts.
     """
 
     inputs: torch.dtype | None
@@ -65,6 +65,7 @@ class ForwardCasts:
     of_typed: bool = False
     of_island: bool = False
     of_model: Inputs = field(default_factory=Inputs, compare=False)
+    warnings: ModelWarnings = field(default_factory=ModelWarnings, compare=False)
 
 
 def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
@@ -227,7 +228,7 @@ def _cast_around(
 ) -> Any:
     inputs, outputs = casts.inputs, casts.outputs
     if not (casts.of_part or casts.of_island or torch.compiler.is_compiling()):
-        _warn_of_autocast()
+        casts.warnings.warn_of_autocast()
     if casts.of_island:
         if is_called_from_outside() and not _is_recomputed(module):
             outputs = None
@@ -236,7 +237,7 @@ def _cast_around(
         if is_in_region or not is_called_from_outside():
             return forward(module, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            _warn_of_autocast()
+            casts.warnings.warn_of_autocast()
         if _is_recomputed(module):
             inputs = outputs = None  # kept modules in it are called from inside
         elif not has_parameter_of(module, inputs):
@@ -265,7 +266,7 @@ def _cast_around(
         _inside.forward = before
 
     if inputs in LOW_PRECISION and not (casts.of_island or torch.compiler.is_compiling()):
-        casts.of_model.look_at_output(output, type(module).__name__)
+        casts.warnings.look_at_output(output, type(module).__name__)
 
     def cast(value: Any) -> Any:
         return value if outputs is None else cast_tensors(value, outputs)
@@ -289,15 +290,6 @@ def _is_recomputed(module: nn.Module) -> bool:
     if not is_in_backward():
         vars(module)[_OUTSIDE] = True
     return _OUTSIDE not in vars(module)
-
-
-def _warn_of_autocast() -> None:
-    if is_in_autocast():
-        warn(  # Python shows it once for each line
-            "A model that amp.initialize cast is called inside of torch.autocast, which then decides types beside the "
-            f"level.  {TAKE_AUTOCAST_OUT}",
-            AmpRuntimeWarning,
-        )
 
 
 def has_parameter_of(module: nn.Module, dtype: torch.dtype | None) -> bool:

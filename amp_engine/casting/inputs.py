@@ -1,12 +1,8 @@
-"""Casts the inputs of a model, but for arguments that are left alone, and warns where the cast loses what they say.
-
-Also warns of a loss that the model's forward computed in half.
-"""
+"""Casts the inputs of a model, but for arguments that are left alone, and warns where the cast loses what they say."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -75,7 +71,6 @@ class Inputs:
         self.left_alone = left_alone
         self._looked: dict[Arguments, int] = {}  # the number of calls whose casts were looked at
         self._is_quiet = False
-        self._outputs_to_look_at = CALLS
         self._sent: list[tuple[str, Arguments, torch.dtype, HostNumbers]] = []
         self.said: dict[tuple[Arguments, str], str] = {}  # by argument: a sentence, without its end
 
@@ -106,24 +101,6 @@ class Inputs:
                     self._look(name, of, dtype, old)
             self._warn_of_arrived()
         return tuple(cast[: len(args)]), dict(zip(kwargs, cast[len(args) :], strict=True))
-
-    def look_at_output(self, output: Any, class_name: str) -> None:
-        """Warn, once and in the first calls, of a single number in half that a backward may begin at. No host sync."""
-        if self._outputs_to_look_at <= 0 or self._is_quiet or not torch.is_grad_enabled():
-            return
-        found = [one for one in floats_in(output) if one.requires_grad]
-        self._outputs_to_look_at -= bool(found)
-        half = next((one.dtype for one in found if one.dim() == 0 and one.dtype in LOW_PRECISION), None)
-        if half is not None:
-            self._outputs_to_look_at = 0
-            bits = round(1 - math.log2(torch.finfo(half).eps))
-            warn(
-                f"{class_name} returns a number that its forward computed in {dtype_name(half)}, with {bits} "
-                "significant bits.  If it is the loss, compute it in FP32: write logits.float() where the forward "
-                "passes them to the loss, or return the logits and compute the loss outside of the model.  This is "
-                "said once.",
-                AmpWarning,
-            )
 
     def _looks_at(self, of: Arguments, dtype: torch.dtype) -> bool:
         if self._sent:

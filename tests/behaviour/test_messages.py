@@ -350,6 +350,16 @@ def test_a_cast_model_that_is_called_inside_of_autocast_warns(level: str) -> Non
     model(x)
 
 
+def test_autocast_around_a_cast_model_is_told_once_whatever_python_remembers() -> None:
+    model, _ = pair(opt_level="O5", verbosity=0)
+    x, _ = MLP.batch()
+    with warnings.catch_warnings(record=True) as heard, torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            warnings.simplefilter("always")
+            model(x)
+    assert len(heard) == 1
+
+
 def test_a_part_that_is_called_from_outside_inside_of_autocast_warns() -> None:
     """As the layers of a LightningModule, whose trainer calls its training_step."""
     model, _ = pair(opt_level="O5", verbosity=0)

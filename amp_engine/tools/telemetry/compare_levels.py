@@ -106,6 +106,7 @@ class Trials:
             engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)
             if (casts := casts_of(model)) is not None:
                 casts.of_model.be_quiet()
+                casts.warnings.be_quiet()
             decided, scaler = engine.policy, engine.scalers[0]
             assert decided is not None
             scale = scaler.loss_scale() if loss_scale is None else loss_scale

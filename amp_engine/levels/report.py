@@ -9,7 +9,7 @@ import torch
 
 from amp_engine.ground import messages
 from amp_engine.ground.distributed import has_ranks
-from amp_engine.ground.dtypes import cpu_lacks, dtype_name
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.levels.levels import BRIEFS
 from amp_engine.levels.policy import Policy
 
@@ -25,18 +25,8 @@ EPS_IS_ZERO = (
 
 def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
     """Message: the level computes on the CPU in a type for which the CPU has no instructions."""
-    other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
-    levels = "'O1' and 'O2'" if other is torch.float16 else "'O4' and 'O5'"
-    instead = (
-        "opt_level='O0' has the fastest step here"
-        if cpu_lacks(other)
-        else f"{levels} compute in {dtype_name(other)}, which it has"
-    )
-    return (
-        f"Note:  {level} computes in {dtype_name(dtype)}, which this CPU emulates: it has no {cpu_lacks(dtype)}.  A "
-        f"step is slower than in FP32, up to 90 times where large products or convolutions take its time; {instead}.  "
-        "'python -m amp_engine advise' times each level with your script."
-    )
+    name = dtype_name(dtype)
+    return f"Note:  {level} computes in {name}, which is slow on this CPU: 'python -m amp_engine info' says why."
 
 
 def lost_values(

@@ -140,7 +140,8 @@ def test_types_that_the_cpu_emulates_are_said(monkeypatch, capsys, cpu):
     lines = {line.split()[0]: line for line in printed(capsys, "info").splitlines()}
     for name in ("bfloat16", "float16"):
         assert ("emulated on this CPU (no " in lines[name]) == (name in emulated)
-        assert ("slower than float32" in lines[name]) == (name in emulated)
+        assert ("slower than float32, up to 90 times" in lines[name]) == (name in emulated)
+        assert ("'python -m amp_engine advise train.py'" in lines[name]) == (name in emulated)
 
 
 def test_what_the_cpu_can_do_is_known_to_any_torch(monkeypatch):

@@ -241,6 +241,19 @@ class Records:
             self._hear_of_unchecked(sent[0], sent[1].read(), None)
         self._sent[backward.loss_id] = backward, HostNumbers(torch.stack([loss.detach().float()]))
 
+    def heard(self, closure: Callable[[], Any], record: Record) -> Callable[[], Any]:
+        """Return `closure`, which tells of a loss that is not finite, for a step that takes its gradients unchecked."""
+        if not self._looks([record], None):  # nothing is told, or a `scale_loss` in it tells
+            return closure
+
+        def call() -> Any:
+            loss, scaler = closure(), self.scaling.default()
+            if isinstance(loss, Tensor):
+                self.note_unchecked(Backward(scaler, 0, scaler.snapshot()), loss.detach())
+            return loss
+
+        return call
+
     def _hear_of_unchecked(self, backward: Backward, value: float, loss: Tensor | None) -> None:
         loss_id = backward.loss_id
         if math.isfinite(value):

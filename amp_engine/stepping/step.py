@@ -279,7 +279,7 @@ class StepHook:
             # torch's own step needs nothing from us. At O4 the forward in a closure needs the casts, so they stay on.
             if not is_own and not is_scaled:
                 record.pending.taken_unseen()
-                return None
+                return _with_closure(owner.heard(closure, record), args, kwargs)
             args, kwargs = self._run_closure(closure, args, kwargs)
         record.refuse_joined(is_scaled and not owner.scaling.default().is_identity)
         record.refuse_foreign()
@@ -311,9 +311,7 @@ class StepHook:
         with torch.enable_grad():
             loss = closure()
         self._record.look_for_parameters(rounds=True)
-        if len(args) > 1:
-            return (args[0], lambda: loss, *args[2:]), kwargs
-        return args, {**kwargs, "closure": lambda: loss}
+        return _with_closure(lambda: loss, args, kwargs)
 
     def _step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None
@@ -541,6 +539,13 @@ def _frame_of_step() -> FrameType | None:
     ):
         frame = frame.f_back
     return frame
+
+
+def _with_closure(
+    closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step with another closure."""
+    return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
 
 def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

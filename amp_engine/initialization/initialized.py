@@ -344,13 +344,13 @@ class Initialized:
         for one in earlier:
             self._replace(one)
         state = chain.from_iterable(one.values() for one in optimizer.state.values() if isinstance(one, dict))
-        is_rounded = any(isinstance(value, Tensor) and is_low_precision(value) for value in state)
+        is_half = any(isinstance(value, Tensor) and is_low_precision(value) for value in state)
         had_masters = any(next(exact_of(p), None) is not None for p in params)
         self._take_in(optimizer, request, {})
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
         beside = [one for one in record.columns.beside if one is not None]
-        for line in report.later_optimizer(type(optimizer).__name__, len(beside), had_masters, is_rounded):
+        for line in report.later_optimizer(type(optimizer).__name__, len(beside), had_masters, is_half):
             self._reporter.say_once(line)
         return record
 

@@ -190,21 +190,22 @@ def no_optimizer(dtype: torch.dtype, is_rounded: bool) -> str:
     )
 
 
-def later_optimizer(kind: str, masters: int, is_handed_over: bool, is_rounded: bool) -> Iterator[str]:
+def later_optimizer(kind: str, masters: int, is_handed_over: bool, is_half: bool) -> Iterator[str]:
     """Messages: an optimizer that was made after `initialize` is looked after.
 
     Args:
         masters: how many of its parameters have FP32 masters.
         is_handed_over: True if these start from values that an earlier optimizer or a checkpoint left.
-        is_rounded: True if its state was low-precision.
+        is_half: True if its state was low-precision.
     """
     start = "what an earlier optimizer or a checkpoint left" if is_handed_over else "the parameters"
     of_masters = f"  FP32 masters of {masters} parameters start from {start}." if masters else ""
     yield f"Note:  {kind}, which was made after amp.initialize, is looked after from here on.{of_masters}"
-    if masters and is_rounded:
+    if masters and is_half:
         yield (
-            f"Warning:  the state of {kind} was loaded before its masters were made, and torch has rounded it to the "
-            f"type of the parameters.  To resume exactly, pass the {kind} to amp.initialize, then load it."
+            f"Warning:  the state of {kind} was in half when its masters were made: it was saved so, or torch rounded "
+            f"it as it was loaded.  If it was saved in FP32, pass the {kind} to amp.initialize, then load it, to "
+            "resume exactly."
         )
 
 

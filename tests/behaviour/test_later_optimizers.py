@@ -458,19 +458,27 @@ def test_messages_say_what_masters_start_from(capsys: pytest.CaptureFixture[str]
     assert "which this call rounds: pass the optimizer to start from the FP32 values." in capsys.readouterr().out
 
 
-def test_a_state_that_torch_has_rounded_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("saved", ["at O5", "in plain bfloat16"])
+def test_a_state_in_half_is_told_whether_torch_rounded_it_or_not(
+    saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     amp.replace_engine(Engine())
     model = half_model()
     first = adamw(model.parameters())
-    train(initialized(model, first), first)
+    if saved == "at O5":
+        initialized(model, first)
+    train(model, first)
     state = first.state_dict()
+    assert state["state"][0]["exp_avg"].dtype is (torch.float32 if saved == "at O5" else torch.bfloat16)
     amp.close()
     model = half_model()
     amp.initialize(model, opt_level="O5")
     later = adamw(model.parameters())
     later.load_state_dict(state)
     train(model, later, steps=1)
-    assert "Warning:  the state of AdamW was loaded before its masters were made" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Warning:  the state of AdamW was in half when its masters were made: it was saved so, or torch " in said
+    assert "If it was saved in FP32, pass the AdamW to amp.initialize, then load it, to resume exactly." in said
 
 
 def checkpoint() -> dict[str, Tensor]:

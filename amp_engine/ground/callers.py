@@ -43,6 +43,11 @@ def before_what() -> str:
     return next((_TRAINERS[one] for one in reversed(found) if one in _TRAINERS), "")
 
 
+def is_called_by(module: str) -> bool:
+    """True if a function of the module of this name is on the stack."""
+    return any(frame.f_globals.get("__name__") == module for frame in _stack())
+
+
 def _users_frame() -> FrameType:
     frames = list(_stack())
     return next((frame for frame in frames if _package(frame) not in _BETWEEN | {*_TRAINERS}), frames[-1])

@@ -7,7 +7,7 @@ from typing import NoReturn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpGradientWarning, AmpStateError
-from amp_engine.ground.callers import warn
+from amp_engine.ground.callers import is_called_by, warn
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput
 from amp_engine.stepping.rows import Rows
@@ -18,6 +18,7 @@ class MissingGradients:
 
     def __init__(self) -> None:
         self._is_unscaled_said = False
+        self._is_scale_known = False  # True after a `scale_loss`, and after a step without one
         self._looks = 64
         self._bodies: set[bool | None] = set()  # the arguments of `note` since the last step
 
@@ -27,6 +28,7 @@ class MissingGradients:
         Args:
             has_begun: True if a backward of the scaled loss began in the body; None if unknown.
         """
+        self._is_scale_known = True
         if self._looks > 0:
             self._bodies.add(has_begun)
 
@@ -43,6 +45,20 @@ class MissingGradients:
             "is said once.",
             AmpGradientWarning,
         )
+
+    def warn_of_no_scale(self, optimizer: Optimizer) -> None:
+        """Before the step of gradients that no `scale_loss` saw: warn if none was before, nor torch's GradScaler."""
+        if self._is_scale_known:
+            return
+        self._is_scale_known = True
+        if not is_called_by("torch.amp.grad_scaler"):
+            warn(
+                f"{type(optimizer).__name__}.step() takes gradients of a backward() outside of amp.scale_loss: nothing "
+                "scaled the loss, unless you did, and small float16 gradients became 0 on their way.  Write `with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, or take opt_level='O4', "
+                "which needs no loss scale.  This is said once.",
+                AmpGradientWarning,
+            )
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
         """Before the step: warn if there is no gradient after a `scale_loss`."""

@@ -290,6 +290,8 @@ class Records:
         if not scaler.is_identity:
             if is_stepping:
                 record.refuse_unscaled()
+                if not (record.backward_seen or self.scaling.latched or self.is_rehearsal):
+                    record.missing_gradients.warn_of_no_scale(record.optimizer)
             if is_captured or self.is_rehearsal or not self._skips(scaler):
                 return
             scaler = self._of_one

@@ -628,6 +628,68 @@ def test_backwards_of_parts_at_a_scale_of_1_are_right_and_nothing_is_said() -> N
             (loss * 2).backward()
 
 
+def plain_steps(level: str, **options: Any) -> list[warnings.WarningMessage]:
+    """The warnings of two steps on backwards outside of `scale_loss`."""
+    model, optimizer = started(level, **options)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for i in range(2):
+            NORMED_MLP.loss(model, NORMED_MLP.batch(i)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return heard
+
+
+def test_a_step_at_o1_of_a_loss_that_nothing_scaled_is_said_once() -> None:
+    for options in ({}, {"loss_scale": 64.0}):
+        (one,) = plain_steps("O1", **options)
+        assert one.category is AmpGradientWarning
+        assert "nothing scaled the loss, unless you did" in str(one.message)
+        assert one.filename == __file__
+        amp.close()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4", "O5"])
+def test_it_is_not_said_where_the_scale_is_1(level: str) -> None:
+    assert plain_steps(level, loss_scale=1.0) == []
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "fused"])
+def test_torchs_own_scaler_at_o1_is_not_said_to_lack_a_scale(optimizer: str) -> None:
+    model = NORMED_MLP.model()
+    stepping = torch.optim.AdamW(model.parameters(), fused=optimizer == "fused")
+    amp.initialize(model, stepping, opt_level="O1", verbosity=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(2):
+            scaler.scale(NORMED_MLP.loss(model, NORMED_MLP.batch(i))).backward()
+            scaler.unscale_(stepping)
+            scaler.step(stepping)
+            scaler.update()
+            stepping.zero_grad()
+
+
+def test_gradients_of_a_scale_by_hand_and_those_written_after_an_exit_are_not_said_to_lack_it() -> None:
+    model, optimizer = started("O1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = list(model.parameters())
+        found = torch.autograd.grad(amp.scale(NORMED_MLP.loss(model, NORMED_MLP.batch())), params)
+        for p, grad in zip(params, amp.unscale(found), strict=True):
+            p.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        amp.close()
+        model, optimizer = started("O1")
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        NORMED_MLP.loss(model, NORMED_MLP.batch()).backward()  # accumulates: what came before was scaled
+        optimizer.step()
+
+
 ALLOWED = {
     "accumulation": lambda loss, scaled, model: (scaled / 4).backward(),
     "a constant": lambda loss, scaled, model: (scaled + loss.detach()).backward(),

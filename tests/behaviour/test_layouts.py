@@ -15,6 +15,9 @@ from amp_engine import amp, kernels
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from tests.support import entries_of, frozen, weights_of
 
+# Gradients are put there by hand.
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing scaled the loss:amp_engine.errors.AmpGradientWarning")
+
 LEVELS = ("O1", "O2", "O5")
 MAKES: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),

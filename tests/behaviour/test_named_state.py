@@ -35,6 +35,9 @@ from tests.support import (
     train,
 )
 
+# Gradients are put there by hand.
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing scaled the loss:amp_engine.errors.AmpGradientWarning")
+
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.1),

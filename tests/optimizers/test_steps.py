@@ -33,6 +33,9 @@ from tests.optimizers.support import (
 )
 from tests.support import assert_bitwise, frozen, optimizer_values, weights_of
 
+# Gradients are put there by hand.
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing scaled the loss:amp_engine.errors.AmpGradientWarning")
+
 EVERY = pytest.mark.parametrize("name", CLASSES)
 SECOND = {"FusedSGD": {"momentum": 0.5, "nesterov": True}, "FusedAdagrad": {"eps": 0.1, "adagrad_w_mode": True}}
 TORCHS: dict[str, Callable[..., Optimizer]] = {

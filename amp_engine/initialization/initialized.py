@@ -41,6 +41,7 @@ from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.arithmetic import is_zero
 from amp_engine.stepping.beside import Beside, Master, Remainder
 from amp_engine.stepping.exact import exact_of, exact_value
+from amp_engine.stepping.half_weights import warn_of_converted
 from amp_engine.stepping.overflow_messages import OverflowMessages
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
@@ -450,7 +451,12 @@ class Initialized:
                     _match_state_to_parameters(optimizer)
             in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
             ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
-            check = refusal_of_replaced(request.models, self._scaling)
+            refuse_replaced = refusal_of_replaced(request.models, self._scaling)
+
+            def check(record: Record) -> None:
+                refuse_replaced(record)
+                warn_of_converted(policy, record.optimizer)
+
             keeps_half = request.keeps_half and rows.makes_masters
             record = Record(optimizer, rows, Pending(self.records.events), ranks, check, keeps_half)
             self.records.add(record)

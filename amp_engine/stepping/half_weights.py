@@ -1,4 +1,4 @@
-"""Refuses, in apex's words, or warns of low-precision weights without masters at a level whose weights are FP32."""
+"""Refuses, in apex's words, or warns of low-precision weights that the level does not have."""
 
 from __future__ import annotations
 
@@ -101,6 +101,21 @@ def half_weights(
     found.look_at((p for p in params if not policy.master_weights or is_sharded(p)), are_cast)  # those without masters
     found.judge(optimizer)
     return found
+
+
+def warn_of_converted(policy: Policy, optimizer: Optimizer) -> None:
+    """Warn of parameters in the half type that is not the level's: the model was converted after `initialize`."""
+    level = policy.cast_model_type
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    other = next((p.dtype for p in stepped if is_low_precision(p) and p.dtype is not level), None)
+    if level in LOW_PRECISION and other is not None:
+        call, option = ("half", "16-true") if other is torch.float16 else ("bfloat16", "bf16-true")
+        warn(
+            f"{type(optimizer).__name__} steps parameters in {dtype_name(other)}, which {policy.opt_level} had in "
+            f"{dtype_name(level)}: the model was converted after amp.initialize, and computes in {dtype_name(other)}.  "
+            f"Take model.{call}() out, or a trainer's option for it, such as precision={option!r}.  This is said once.",
+            AmpWarning,
+        )
 
 
 def _place(optimizer: Optimizer, param: nn.Parameter) -> str:

@@ -123,6 +123,26 @@ def begin_again(model: nn.Module, optimizer: Optimizer) -> None:
     amp.initialize(model, adamw(model.late), opt_level="O4", verbosity=0)
 
 
+@pytest.mark.parametrize("when", ["the optimizer was passed", "the optimizer is made later"])
+@pytest.mark.parametrize(("level", "option"), [("O5", "16-true"), ("O2", "bf16-true")])
+def test_a_model_that_a_trainer_converts_to_the_other_half_type_is_told_once(
+    level: str, option: str, when: str
+) -> None:
+    """As Lightning's `precision` does, before it makes optimizers."""
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer if when == "the optimizer was passed" else None, opt_level=level, verbosity=0)
+    model.to(torch.float16 if option == "16-true" else torch.bfloat16)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            backward(model(MLP.batch()[0]).float().square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    (one,) = (str(one.message) for one in heard if "converted after amp.initialize" in str(one.message))
+    assert f"precision='{option}'" in one
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("arrive", [add_a_group, unfreeze, cast_all, begin_again])
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -73,6 +74,7 @@ class Casts(Protocol):
     everywhere: bool
     were_used: bool
     only_observe: bool
+    owner: weakref.ReferenceType[Any] | None
 
     @property
     def is_active(self) -> bool:

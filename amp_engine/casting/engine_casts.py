@@ -216,7 +216,8 @@ class EngineCasts:
         with locks.install:
             self._casts_model_at, self._said_without = None, False
             casts = in_force.in_force()
-            if casts is not None and (casts is self._installed or casts.is_abandoned):
+            # Not `self._installed`: an interrupt may have come before it was set.
+            if casts is not None and casts.owner is not None and casts.owner() in (self, None):
                 patch_torch.install(_observing())
             self._installed = None
 

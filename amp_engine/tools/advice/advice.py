@@ -109,9 +109,10 @@ def _notes(advice: Advice) -> Iterator[str]:
     comparison, base = advice.comparison, advice.base
     noise = "could not be measured" if comparison.noise is None else f"is {wording.share(comparison.noise)}"
     yield (
-        "differ by: mean |loss - O0's| over mean |O0's|, of the second half of the steps.  Losses agree up to "
-        f"{wording.share(MOST_DIFFERENCE)}, or {NOISES:g} times what O0 differs from itself once its weights are moved "
-        f"by up to 2^-11, as rounding to float16 does: that {noise}, so the limit is {wording.share(comparison.limit)}."
+        "differ by: mean |loss - O0's| over mean |O0's|, of the second half of the steps.  Losses agree if they "
+        f"differ by at most {wording.share(MOST_DIFFERENCE)}, or {NOISES:g} times what O0's own do once its weights "
+        f"are moved by up to 2^-11, as rounding to float16 does: that {noise}, so the limit is "
+        f"{wording.share(comparison.limit)}."
     )
     yield f"ms a step: median, without {plural(advice.warmup, 'step')} of warm-up; O0's is that of its two runs."
     if comparison.drift is not None:
@@ -125,7 +126,7 @@ def _notes(advice: Advice) -> Iterator[str]:
     else:
         yield "memory: parameters, masters, state, gradients and copies, at the end of a backward; no activations."
     if any(one.dtype == "float16" for one in comparison.levels):
-        yield "lost: of O0's nonzero weight gradients those that float16 rounds to 0 at the loss scale beside it."
+        yield "lost: the share of O0's nonzero weight gradients that float16 rounds to 0, at the loss scale of its row."
     if base.asked is not None:
         yield f"The script asks for {base.asked}."
     else:

@@ -44,10 +44,11 @@ def recommend(comparison: Comparison) -> Recommendation:
     """Take the fastest level that trains as O0 does; else the level that takes least memory; else O0.
 
     A level trains as O0 does if it ran, its losses are finite and agree with O0's, it skipped at most half of its
-    steps, and it loses at most 1% of gradient values. For speed it must be at least 5% faster than O0, and faster by
-    more than the difference of O0's two runs. Among levels within 3% of the fastest, it takes the smallest, then the
-    simplest. If none is fast enough, it takes the smallest level, if that takes at least 10% less memory and at most
-    1.5 times as long as O0. It recommends None if O0's losses or speeds do not allow a comparison.
+    steps, it loses at most 1% of gradient values, and it has FP32 weights or masters. For speed it must be at least
+    5% faster than O0, and faster by more than the difference of O0's two runs. Among levels within 3% of the
+    fastest, it takes the smallest, then the simplest. If none is fast enough, it takes the smallest level, if that
+    takes at least 10% less memory and at most 1.5 times as long as O0. It recommends None if O0's losses or speeds
+    do not allow a comparison.
     """
     base, machine = comparison.base, comparison.machine
     if comparison.obstacle is not None:
@@ -84,15 +85,11 @@ def recommend(comparison: Comparison) -> Recommendation:
     sentence += (
         f"{wording.share(level.difference)}, of {wording.share(comparison.limit)} that are allowed{_lost(level)}."
     )
-    if level.level == "O3":
-        sentence += "  O3 has no FP32 masters: it rounds small updates away, which a few steps do not show."
     return Recommendation(level.level, " ".join([sentence, *_scale_advice(comparison.levels)]))
 
 
 def why_not(level: Figures) -> str | None:
     """The reason why a level is not recommended, regardless of its savings, or None."""
-    if level.level == OWN:
-        return f"it steps {level.dtype} weights without FP32 masters, and a few steps do not show what that loses"
     if level.error is not None:
         return "it failed"
     if level.steps == 0 or level.difference is None:
@@ -106,6 +103,8 @@ def why_not(level: Figures) -> str | None:
         return f"its losses differ by {wording.share(level.difference)}{cause}"
     if level.lost is not None and level.lost > MOST_LOST:
         return f"it loses {wording.share(level.lost)} of gradient values"
+    if level.level in (OWN, "O3"):
+        return f"it steps {level.dtype} weights without FP32 masters, and a few steps do not show what that loses"
     return None
 
 

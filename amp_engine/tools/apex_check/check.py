@@ -391,7 +391,8 @@ def render(found: list[Finding], read: int, is_answered: bool) -> str:
         is_answered: amp_engine answers each import of apex without further changes.
     """
     if not found:
-        return f"No use of apex in {_count(read, 'file')}."
+        other = "`python -m amp_engine advise train.py` tries amp with any script."
+        return f"No use of apex in {_count(read, 'file')}.  {other}"
     paragraphs = []
     for path, of_file in itertools.groupby(found, lambda finding: finding.path):
         rows = [(f"{path}:{f.line}", f.name, f.verdict, f.text) for f in of_file]
@@ -424,12 +425,12 @@ def _summary(found: list[Finding], read: int, is_answered: bool) -> str:
     if all(name == "apex" or name.startswith(("apex.amp", "optimizer.")) for name in names):
         return (
             f"{text} write `from amp_engine import amp` for `from apex import amp`; or leave the imports alone and "
-            "type `python -m amp_engine.apex train.py` for `python train.py`."
+            "type `python -m amp_engine.apex train.py` in place of `python train.py`."
         )
     return (
-        f"{text} put `import amp_engine.apex.install` before the first import of apex; or change nothing and run "
-        "`python -m amp_engine.apex train.py` for `python train.py`.  Files that use apex.amp alone can write `from "
-        "amp_engine import amp`."
+        f"{text} run `python -m amp_engine.apex train.py` in place of `python train.py`; or, for good, type --fix in "
+        "place of --check, which puts `import amp_engine.apex.install` before the first import of apex.  Files that "
+        "use apex.amp alone can write `from amp_engine import amp`."
     )
 
 

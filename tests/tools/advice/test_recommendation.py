@@ -173,9 +173,12 @@ def test_dynamic_is_not_advised_where_it_would_not_help(changed):
     assert "dynamic" not in recommended(level("O2", 2.0, **fields), level("O4", 1.5)).sentence
 
 
-def test_a_level_without_masters_is_taken_with_a_warning():
-    assert "O3 has no FP32 masters" in recommended(level("O3", 2.0)).sentence
-    assert "masters" not in recommended(level("O5", 2.0)).sentence
+def test_a_level_without_masters_is_never_taken():
+    found = recommended(level("O3", 9.0, memory=0.1), level("O5", 2.0))
+    assert found.level == "O5"
+    alone = recommended(level("O3", 9.0))
+    assert alone.level == "O0"
+    assert "O3 (it steps float16 weights without FP32 masters, and a few steps do not show what that" in alone.sentence
 
 
 def test_gradients_that_nobody_counted_are_said():

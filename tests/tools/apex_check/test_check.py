@@ -543,7 +543,7 @@ def test_everything_served_is_exit_code_0(script, capsys):
         f"{path}:2  apex.amp.initialize  served\n"
         "\n"
         "2 names of apex in 1 file: 2 served.  Now write `from amp_engine import amp` for `from apex import amp`; or "
-        "leave the imports alone and type `python -m amp_engine.apex train.py` for `python train.py`.\n"
+        "leave the imports alone and type `python -m amp_engine.apex train.py` in place of `python train.py`.\n"
     )
 
 
@@ -604,10 +604,10 @@ def test_something_missing_is_exit_code_1(script, capsys):
         "\n"
         f"{path}/b.py:1  apex.optimizers.FusedAdam  served\n"
         "\n"
-        "2 names of apex in 2 files: 1 served, 1 missing.  Write what stands beside the missing names, then put "
-        "`import amp_engine.apex.install` before the first import of apex; or change nothing and run `python -m "
-        "amp_engine.apex train.py` for `python train.py`.  Files that use apex.amp alone can write `from amp_engine "
-        "import amp`.\n"
+        "2 names of apex in 2 files: 1 served, 1 missing.  Write what stands beside the missing names, then run "
+        "`python -m amp_engine.apex train.py` in place of `python train.py`; or, for good, type --fix in place of "
+        "--check, which puts `import amp_engine.apex.install` before the first import of apex.  Files that use "
+        "apex.amp alone can write `from amp_engine import amp`.\n"
     )
 
 
@@ -617,7 +617,8 @@ def test_notes_alone_are_exit_code_0(script):
 
 def test_no_use_of_apex_is_said(script, capsys):
     assert check.main([str(script("import torch"))]) == 0
-    assert capsys.readouterr().out == "No use of apex in 1 file.\n"
+    said = "No use of apex in 1 file.  `python -m amp_engine advise train.py` tries amp with any script.\n"
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("paths", [[], ["nowhere"], [__file__, "nowhere"]])

@@ -42,7 +42,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_amp_state = AmpState()
+_amp_state = AmpState(Engine())
 
 
 def current_engine() -> Engine | None:

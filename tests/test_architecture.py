@@ -15,11 +15,11 @@ MODULES = {
 
 # Each room, a folder or a file of the package or of its tools, may import from itself and from the rooms before it.
 ROOMS = [
-    *("errors", "ground", "kernels", "levels", "scaling", "optimizers", "casting", "stepping", "initialization"),
-    *("saving", "engine", "grad_scaler"),
+    *("errors", "ground", "kernels", "levels", "scaling", "optimizers", "casting", "stepping"),
+    *("apex_private", "initialization", "saving", "engine", "grad_scaler"),
     *("tools", "tools.policy_file", "tools.software", "tools.apex_check"),
     *("tools.page", "tools.explanation", "tools.diagnosis", "tools.telemetry"),
-    *("apex_private", "amp", "integrations", "tools.advice", "__main__"),
+    *("amp", "integrations", "tools.advice", "__main__"),
 ]
 RUNS_SCRIPTS = {"amp_engine.tools.advice.running"}  # as apex's house does; the only one that stands on that
 APEX = {name for name in MODULES if name.split(".")[1] == "apex"}  # has apex's own house; it stands on all of the above

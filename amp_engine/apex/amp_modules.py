@@ -11,8 +11,8 @@ from torch import Tensor
 import amp_engine
 from amp_engine import amp as engine
 from amp_engine.apex_private.handle import Handle, NoOpHandle
+from amp_engine.apex_private.stash import Stash
 from amp_engine.ground.containers import map_tensors
-from amp_engine.initialization.apex_face import Stash
 from amp_engine.scaling.scaler import LossScaler
 
 

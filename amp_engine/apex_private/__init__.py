@@ -1,1 +1,1 @@
-"""Views of an engine under apex's private names, and its older interface."""
+"""apex's private names, for scripts that use them: of an engine and of its optimizers; and its older interface."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_engine.apex_private.handle import Handle
 from amp_engine.apex_private.views import Properties
-from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
+
+if TYPE_CHECKING:
+    from amp_engine.engine import Engine
 
 
 class AmpState:
@@ -18,8 +20,8 @@ class AmpState:
     on.
     """
 
-    def __init__(self) -> None:
-        self.engine = Engine()
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
     @property
     def allow_incoming_model_not_fp32(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_engine.apex_private import stash
 from amp_engine.casting import EngineCasts
 from amp_engine.casting.inputs import Inputs
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
@@ -21,7 +22,6 @@ from amp_engine.ground.callers import warn
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.ground.tools import tool
-from amp_engine.initialization import apex_face
 from amp_engine.initialization.arguments import check_has_groups, refuse_around_masters
 from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
@@ -193,16 +193,16 @@ class Initialized:
         """Raise AmpStateError for an optimizer that is initialized, or that has attributes of apex's names."""
         seen = {id(optimizer) for optimizer in self.records.optimizers}
         for optimizer in optimizers:
-            if id(optimizer) in seen or apex_face.is_on(optimizer):
+            if id(optimizer) in seen or stash.is_on(optimizer):
                 raise AmpStateError(
                     "A given optimizer should only be passed through amp.initialize once.  "
                     f"This {type(optimizer).__name__} was; call amp.close() first to start over."
                 )
             seen.add(id(optimizer))
-            apex_face.check_names_are_free(optimizer)
+            stash.check_names_are_free(optimizer)
         for wrapper in wrappers:
             if isinstance(wrapper, Optimizer):
-                apex_face.check_names_are_free(wrapper)
+                stash.check_names_are_free(wrapper)
 
     def record_of(self, optimizer: Any, takes_in: bool = False) -> Record:
         """The record of `optimizer`, or of the optimizer inside.
@@ -250,7 +250,7 @@ class Initialized:
                 # After torch's zero_grad() the class's step reads these, and not every class has them. They stay.
                 if not hasattr(wrapper, hooks):
                     vars(wrapper)[hooks] = OrderedDict()
-        apex_face.put_on(wrapper, record, self.records)
+        stash.put_on(wrapper, record, self.records)
 
     @contextmanager
     def on_masters(self, record: Record) -> Iterator[None]:
@@ -275,7 +275,7 @@ class Initialized:
         for wrapper, remove in self._wrappers.items():
             if remove is not None:
                 remove()
-            apex_face.take_off(wrapper)
+            stash.take_off(wrapper)
         self._wrappers.clear()
         let_strangers_be(self)
         self._requests.clear()
@@ -361,7 +361,7 @@ class Initialized:
         record.leave()
         remove_hooks(optimizer)
         release_fused_step(optimizer)
-        apex_face.take_off(optimizer)  # lets go of the record
+        stash.take_off(optimizer)  # lets go of the record
         self.records.remove(optimizer)
 
     def _keep_with_models(self, gone: Sequence[Beside] = ()) -> None:
@@ -460,7 +460,7 @@ class Initialized:
             keeps_half = request.keeps_half and rows.makes_masters
             record = Record(optimizer, rows, Pending(self.records.events), ranks, check, keeps_half)
             self.records.add(record)
-            apex_face.put_on(optimizer, record, self.records, StepHook(record, self.records))
+            stash.put_on(optimizer, record, self.records, StepHook(record, self.records))
             if is_split or request.moment_dtype is not torch.float32:
                 record.require_kernels(request.moment_dtype)
         except BaseException:
@@ -474,7 +474,7 @@ class Initialized:
             remove_hooks(optimizer)
             release_fused_step(optimizer)
             self._of_any_grad_dtype += record.rows.abandon()
-            apex_face.take_off(optimizer)
+            stash.take_off(optimizer)
             self.records.remove(optimizer)
 
     def _let_go(self, optimizer: Optimizer) -> None:
@@ -488,7 +488,7 @@ class Initialized:
         finally:
             release_fused_step(optimizer)
             self._of_any_grad_dtype += record.release(may_be_bad)
-            apex_face.take_off(optimizer)  # lets go of the record
+            stash.take_off(optimizer)  # lets go of the record
             self.records.remove(optimizer)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_engine.apex_private import stash
 from amp_engine.casting import EngineCasts
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import is_low_precision
-from amp_engine.initialization import apex_face
 from amp_engine.initialization.arguments import check_optimizers
 from amp_engine.levels.policy import Skips
 from amp_engine.levels.report import Reporter
@@ -32,7 +32,7 @@ from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.step import StepHook
 
 
-class FP16_Optimizer(apex_face.ByGroup):  # noqa: N801 - apex's name
+class FP16_Optimizer(stash.ByGroup):  # noqa: N801 - apex's name
     """Steps FP32 masters of half parameters, with a loss scale of its own.
 
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
@@ -71,7 +71,7 @@ class FP16_Optimizer(apex_face.ByGroup):  # noqa: N801 - apex's name
         *,
         skip_on_overflow: bool = False,
     ) -> None:
-        if apex_face.is_on(init_optimizer):
+        if stash.is_on(init_optimizer):
             raise AmpStateError(
                 f"This {type(init_optimizer).__name__} was passed through amp.initialize, which keeps masters and "
                 "scales losses itself.  Do without FP16_Optimizer, or without amp.initialize."

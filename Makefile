@@ -17,6 +17,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed$(AMP_ENGINE_BUILD:%=-%)
 NATIVE := setup.py toolchain.py amp_engine/kernels/sources.py $(shell find csrc)
+PLAIN_TORCH ?= torch==2.11.0
 CUDA_TORCH ?= torch==2.14.1
 WORKERS ?= 2
 # --no-loadscope-reorder keeps the order of tests/conftest.py: xdist would start with the files of the most tests, not
@@ -34,8 +35,8 @@ export PIP_COMPILE ?= 0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test test-all fuzz stress bench evidence clients zoo pictures site dist lint format sanitize cuda-venv cuda-build gpu \
-	gpu-carry clean
+.PHONY: help demo test test-all fuzz stress bench evidence clients zoo pictures site dist lint lint-format lint-mypy lint-pyright format \
+	sanitize plain-venv plain cuda-venv cuda-build gpu gpu-carry clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -99,10 +100,14 @@ dist: export AMP_ENGINE_BUILD := $(or $(AMP_ENGINE_BUILD),cpu)
 dist:  ## for a release, half an hour: the sdist and a wheel for all of DIST_TORCHES, tried on the first and the last, in dist; AMP_ENGINE_BUILD=cuda where nvcc is
 	$(PYTHON) -m tests.wheels $(DIST_TORCHES) $(ARGS)
 
-lint: .venv/.extra-lint  ## check format, rules and types
+lint: lint-format lint-mypy lint-pyright  ## check format, rules and types
+lint-format lint-mypy lint-pyright: .venv/.extra-lint
+lint-format:
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
+lint-mypy:
 	$(BIN)/python -m mypy
+lint-pyright:
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 format: .venv/.extra-lint  ## rewrite the sources as `make lint` wants them
@@ -121,6 +126,15 @@ sanitize: $(INSTALLED)  ## run the tests of the C++ code with AddressSanitizer a
 	$(COPY) && AMP_ENGINE_BUILD=cpu CFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" ../../$(BIN)/python setup.py --quiet build_ext --inplace
 	cd build/$@ && AMP_ENGINE_BUILD=cpu LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) -k "not [reference and not -reference]" $(or $(TESTS),$(SANITIZED)) $(ARGS)
+
+# The oldest torch that is supported.
+plain-venv:
+	.venv-plain/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv-plain
+	.venv-plain/bin/python -m pip install --quiet $(PLAIN_TORCH)
+
+plain: plain-venv  ## run the tests without compiled kernels, in .venv-plain, on the oldest torch that is supported
+	$(COPY) && AMP_ENGINE_BUILD=none ../../.venv-plain/bin/python -m pip install --quiet --editable ".[plots,test]"
+	cd build/$@ && AMP_ENGINE_BUILD=none ../../.venv-plain/bin/$(PYTEST) $(ARGS)
 
 cuda-venv:
 	.venv-cuda/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv-cuda
@@ -150,7 +164,7 @@ gpu-carry:  ## where nvcc is: compile, in place, for make gpu on another machine
 	build/carry/bin/python -m tests.gpu_run.build --carry $(CARRY_GPU)
 
 clean:  ## remove what the commands made
-	rm -rf .venv .venv-cuda build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
+	rm -rf .venv .venv-plain .venv-cuda build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
 
 # A moved or half made venv has no working python and is made again. `info` says why something was not compiled.
 $(INSTALLED): pyproject.toml $(NATIVE)

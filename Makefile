@@ -64,10 +64,9 @@ stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 $(STRESS) $(ARGS)
 	STEPS=200 $(BIN)/python -m pytest -o faulthandler_timeout=0 $(addprefix tests/distributed/test_one_decision,.py _of_shards.py) $(ARGS)
 
-bench: $(INSTALLED)  ## time step, host, diagnosis, casts and training: step.json and others like it in build/bench
+bench: $(INSTALLED)  ## time step, host, casts and training: step.json and others like it in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)
 	$(BIN)/python -m tests.benchmarks.host $(ARGS)
-	$(BIN)/python -m tests.benchmarks.diagnosis $(ARGS)
 	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
 	$(BIN)/python -m tests.benchmarks.train $(ARGS)
 

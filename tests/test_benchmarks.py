@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from tests.benchmarks import diagnosis, dispatch, host, train
+from tests.benchmarks import dispatch, host, train
 from tests.benchmarks.processes import ContestantError, interleaved, race
 from tests.benchmarks.timing import Judged, Record, judged, write
 
@@ -45,23 +45,6 @@ def test_both_sides_of_a_training_step_start_from_the_same_model_and_train_it(le
     for contestant in (train.ours(case, level), train.peer(case)):
         with contestant as step:  # raises where no weight moves
             step()
-
-
-@pytest.mark.parametrize("level", diagnosis.LEVELS)
-def test_a_step_without_diagnosis_trains_the_same_and_keeps_nothing(level, monkeypatch):
-    engines, create = [], diagnosis.Engine
-    monkeypatch.setattr(diagnosis, "Engine", lambda: engines.append(create()) or engines[-1])
-    weights, kept = [], []
-    number = diagnosis.Records.number
-    for around in (diagnosis.undiagnosed, nullcontext):
-        with around(), diagnosis.clean_step(level) as step:
-            step()
-            engine = engines[-1]
-            weights.append([p.detach().clone() for p in engine._initialized.models[0].parameters()])
-            kept.append(len(engine._scaling.history.track(0).losses))
-    assert all(map(torch.equal, *weights))
-    assert kept == [0, 4]
-    assert diagnosis.Records.number is number
 
 
 def test_a_ratio_is_the_lower_quartile_and_the_median_stands_beside_it():

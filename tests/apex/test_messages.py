@@ -374,15 +374,6 @@ def test_scale_loss_before_initialize_and_after_close_says_so() -> None:
         amp.close()
 
 
-def test_a_loss_id_that_no_scaler_has_is_an_index_error_that_names_it() -> None:
-    model, optimizer = started("O2", task=MLP, num_losses=2)
-    loss = MLP.loss(model, MLP.batch())
-    with pytest.raises(IndexError) as caught, amp.scale_loss(loss, optimizer, loss_id=2):
-        pass
-    assert "2" in str(caught.value)
-    assert "num_losses" in str(caught.value)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_prints_apexs_line_per_skipped_step_and_one_of_its_cause(
     level: str, capsys: pytest.CaptureFixture[str]
@@ -428,21 +419,6 @@ def test_a_closure_is_refused_and_nothing_moves(level: str, keywords: dict[str, 
     with left_alone(model, optimizer), pytest.raises(RuntimeError, match=starts_with(CLOSURE)):
         optimizer.step(closure=lambda: called.append(1))
     assert called == []
-
-
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
-def test_a_closure_runs_where_there_is_nothing_to_scale(level: str) -> None:
-    model, optimizer = started(level, task=MLP)
-    before = [param.detach().clone() for param in model.parameters()]
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = MLP.loss(model, MLP.batch())
-        loss.backward()
-        return loss
-
-    assert isinstance(optimizer.step(closure), torch.Tensor)
-    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 def test_a_static_scale_that_is_not_skipped_reports_its_overflow_once(

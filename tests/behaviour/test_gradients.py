@@ -201,22 +201,6 @@ def is_finite(model: nn.Module) -> bool:
     return all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("level", CHECKED)
-def test_a_step_without_a_backward_looks_at_what_a_skipped_step_left(level: str) -> None:
-    model, optimizer = started(level[:2], **CHECKED[level])
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
-    optimizer.step()
-    optimizer.step()
-    assert is_finite(model)
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer):
-        print(1 / 0)
-    optimizer.step()
-    assert is_finite(model)
-    amp.close()
-    optimizer.step()
-    assert is_finite(model)
-
-
 # --- delay_unscale --------------------------------------------------------------------------------
 
 

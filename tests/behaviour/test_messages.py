@@ -208,13 +208,6 @@ def test_what_apex_marked_as_a_warning_is_one(kept: Kept) -> None:
     assert all(text.startswith("Warning:") for text in warned)
 
 
-def test_casts_are_said_where_they_were_asked_for(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
-    pair(opt_level="O1", verbosity=2)
-    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    assert kept.records[-1].getMessage() == "Float->Half (mm)"
-    assert capsys.readouterr().out.endswith("Float->Half (mm)\n")
-
-
 def test_records_of_overflows_have_plain_numbers_and_can_be_sent(kept: Kept) -> None:
     train(MLP, *pair(opt_level="O2"), "o")
     skipped, post_mortem = (vars(pickle.loads(pickle.dumps(record))) for record in kept.records[-2:])
@@ -222,12 +215,6 @@ def test_records_of_overflows_have_plain_numbers_and_can_be_sent(kept: Kept) -> 
     assert (post_mortem["amp_loss_id"], post_mortem["amp_loss_scale"]) == (0, 65536.0)
     assert post_mortem["amp_cause"] == "backward"
     assert skipped["filename"] == "overflow_messages.py"
-
-
-def test_verbosity_0_says_nothing(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
-    train(MLP, *pair(opt_level="O2", verbosity=0), "co")
-    assert kept.records == []
-    assert capsys.readouterr() == ("", "")
 
 
 # --- as the application says ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from amp_engine import amp
+from amp_engine.optimizers import FusedLAMB
 from tests import support
 from tests.models import NORMED_MLP, Task
 from tests.support import (
@@ -24,6 +25,7 @@ from tests.support import (
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+    "lamb": lambda params: FusedLAMB(params, lr=1e-2),
 }
 
 

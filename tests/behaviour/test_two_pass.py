@@ -496,26 +496,6 @@ def test_steps_around_skips_are_bitwise_those_without_them(script: str, name: st
 
 
 @pytest.mark.usefixtures("arrival")
-@pytest.mark.parametrize("outcomes", ["oc", "co"])
-@pytest.mark.parametrize("clipping", [False, True])
-@pytest.mark.parametrize("looking", [False, True])
-def test_one_overflow_among_the_backwards_of_a_step_skips_it(outcomes: str, clipping: bool, looking: bool) -> None:
-    model, optimizer = started(OPTIMIZERS["AdamW"])
-    train(NORMED_MLP, model, optimizer, "c")
-    before = optimizer_values(optimizer)
-    optimizer.zero_grad()
-    for index, outcome in enumerate(outcomes):
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o")
-        if looking:
-            assert all(param.grad is not None for param in amp.master_params(optimizer))
-    if clipping:
-        amp.clip_grad_norm_(optimizer, 1.0)
-    optimizer.step()
-    assert was_skipped(optimizer)
-    assert_bitwise(optimizer_values(optimizer), before)
-
-
-@pytest.mark.usefixtures("arrival")
 def test_an_overflow_of_one_loss_skips_every_optimizer_of_it_and_no_other() -> None:
     model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
     optimizers = [torch.optim.AdamW(layer.parameters()) for layer in model]
@@ -552,16 +532,6 @@ def test_state_loaded_after_a_skip_counts() -> None:
 
     assert_bitwise(run("o"), run(""))
     assert_bitwise(run("co"), run(""))
-
-
-@pytest.mark.usefixtures("late")
-def test_an_optimizer_that_the_kernels_do_not_know_waits_for_the_flag() -> None:
-    model, optimizer = started(torch.optim.RMSprop)
-    train(NORMED_MLP, model, optimizer, "c")
-    before = optimizer_values(optimizer)
-    train(NORMED_MLP, model, optimizer, "o", first=1)
-    assert was_skipped(optimizer)
-    assert_bitwise(optimizer_values(optimizer), before)
 
 
 def float64_group(optimizer: Optimizer) -> nn.Module:

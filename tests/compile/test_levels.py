@@ -215,18 +215,6 @@ def test_disable_casts_around_a_compiled_call_runs_it_in_fp32(level: str) -> Non
     assert counters["stats"]["unique_graphs"] == 2, "one graph with casts and one without are enough"
 
 
-def test_disable_casts_that_nests_compiles_nothing_new() -> None:
-    x, model, plain = FUNCTIONAL.batch()[0], FUNCTIONAL.model(), outputs_of(None)
-    amp.initialize(model, opt_level="O1", verbosity=0)
-    run = compiled(model)
-    with amp.disable_casts():
-        run(x)
-        with amp.disable_casts(), amp.disable_casts():
-            assert_bitwise(run(x), plain)
-        assert_bitwise(run(x), plain)
-    assert counters["stats"]["unique_graphs"] == 1
-
-
 def test_casts_that_were_off_at_the_first_call_come_on() -> None:
     x, model = FUNCTIONAL.batch()[0], FUNCTIONAL.model()
     amp.initialize(model, opt_level="O1", verbosity=0)
@@ -262,34 +250,6 @@ def test_functions_operators_and_methods_run_in_their_types(low: torch.dtype) ->
     finally:
         casts.remove()
     assert not [name for name, value in run(*operands()).items() if value.dtype == low]
-
-
-@pytest.mark.parametrize("level", FUNCTION_LEVELS)
-def test_a_compiled_loss_is_computed_in_fp32(level: str) -> None:
-    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels) + F.mse_loss(logits.softmax(-1), F.one_hot(labels, 4).float())
-
-    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
-    logits, labels = torch.randn(8, 4, dtype=HALF[level]), torch.arange(8) % 4
-    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    actual, expected = compiled(loss_of)(ours, labels), loss_of(theirs, labels)
-    assert actual.dtype == torch.float32
-    assert_bitwise(actual, expected)
-    actual.backward()
-    expected.backward()
-    assert ours.grad.dtype == HALF[level]
-    assert_bitwise(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("level", FUNCTION_LEVELS)
-def test_a_whole_step_of_model_and_loss_is_one_graph(level: str) -> None:
-    model = FUNCTIONAL.model()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    loss_of = compiled(lambda inputs, targets: F.mse_loss(model(inputs), targets))
-    loss, expected = loss_of(*FUNCTIONAL.batch()), FUNCTIONAL.loss(model, FUNCTIONAL.batch())
-    assert_bitwise(loss, expected)
-    parameters = list(model.parameters())
-    assert_bitwise(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters))
 
 
 def test_a_decorated_and_a_registered_function_are_cast_in_a_graph() -> None:

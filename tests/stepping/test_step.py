@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import AmpStateError, amp
+from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import NORMED_MLP
 from tests.support import (
     MASTER_LEVELS,
@@ -141,10 +142,15 @@ KERNELS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": momentum_sgd,
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
+    "FusedAdagrad": lambda params: FusedAdagrad(params, lr=1e-2, weight_decay=1e-3),
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2, weight_decay=1e-2),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=2e-2),
+    "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.1, betas=(0.9, 0.98), weight_decay=1e-3),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
 }
 ALL = KERNELS | OWN
 # State of another shape or of numbers, made by the constructor, or under names; numbers in groups; fails empty.
-KINDS = {name: ALL[name] for name in ("SGD", "AdamW", "Adafactor", "Adagrad", "ASGD", "Prodigy", *CUSTOM)}
+KINDS = {name: ALL[name] for name in ("SGD", "AdamW", "FusedLAMB", "Adafactor", "Adagrad", "ASGD", "Prodigy", *CUSTOM)}
 
 
 def identities(optimizer: Optimizer) -> list[Any]:
@@ -336,14 +342,6 @@ def test_a_closure_that_leaves_what_is_not_finite_is_skipped_and_its_loss_return
     assert torch.isfinite(optimizer.step(closure))  # type: ignore[arg-type]
     assert amp.last_step(optimizer).skipped
     assert_bitwise(masters(optimizer), before)
-
-
-@pytest.mark.parametrize("name", ["SGD", "Sign"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_closure_is_refused_at_a_scale_and_not_called(level: str, name: str) -> None:
-    _, optimizer = started(level, ALL[name])
-    with pytest.raises(AmpStateError, match="Currently, Amp does not support closure use with optimizers"):
-        optimizer.step(lambda: pytest.fail("was called"))
 
 
 def test_a_class_that_calls_its_closure_several_times_is_refused_beside_masters_alone() -> None:

@@ -14,7 +14,6 @@ import torch
 
 from amp_engine import amp
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -41,15 +40,12 @@ def test_minimal_is_thirty_lines_at_most():
     assert len((ROOT / "examples/minimal.py").read_text().splitlines()) <= 30
 
 
-def test_minimal_lowers_its_loss(run_example):
-    losses = numbers(run_example("minimal"), r"loss +([\d.]+)")
+def test_minimal_lowers_its_loss_as_a_script_from_anywhere(tmp_path):
+    command = [sys.executable, ROOT / "examples/minimal.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True, text=True)
+    losses = numbers(done.stdout.splitlines(), r"loss +([\d.]+)")
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 100
-
-
-def test_minimal_runs_as_a_script_from_anywhere(tmp_path):
-    command = [sys.executable, ROOT / "examples/minimal.py"]
-    subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True)
 
 
 THREADS_AT_THE_END = """
@@ -197,7 +193,7 @@ def assert_bitwise_equal(path: Path, expected_path: Path) -> None:
 TINY_GPT = ("--width", 16, "--layers", 1, "--batch-size", 4, "--length", 16)
 
 
-@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O5"])
 def test_train_gpt_stopped_and_resumed_is_the_run_that_was_not(run_example, tmp_path, opt_level):
     arguments = ("--opt-level", opt_level, "--steps", 6, *TINY_GPT, "--checkpoint")
     (tmp_path / "whole").mkdir()

@@ -435,23 +435,6 @@ def test_the_stash_that_scripts_read_shows_the_real_parameters() -> None:
 # --- scripts as people wrote them -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_calls_of_initialize_for_two_networks_both_train(level: str) -> None:
-    first, second = MLP.model(0), NORMED_MLP.model(1)
-    first_optimizer, second_optimizer = sgd(first), sgd(second)
-    amp.initialize(first, first_optimizer, opt_level=level, verbosity=0)
-    amp.initialize(second, second_optimizer, opt_level=level, verbosity=0)
-    histories: tuple[list[float], list[float]] = ([], [])
-    for index in range(12):
-        histories[0].extend(train(MLP, first, first_optimizer, "c", first=index))
-        histories[1].extend(train(NORMED_MLP, second, second_optimizer, "c", first=index))
-    assert all(history[-1] < 0.9 * history[0] for history in histories)
-    assert scaler_numbers()[1] == 24 or level in ("O0", "O3", "O4")
-    if level in ("O2", "O5"):
-        half = first[0].weight
-        assert_bitwise(half.detach(), weights_of(first_optimizer)[0].detach().to(half.dtype))
-
-
 def test_a_second_initialize_brings_new_scalers() -> None:
     first, second = MLP.model(0), MLP.model(1)
     first_optimizer = sgd(first)
@@ -478,22 +461,6 @@ def test_all_of_initialize_may_be_positional() -> None:
     amp.initialize(model, sgd(model), True, "O2", None, None, True, True, 128.0, None, 2, 0, 1.0, 2.0**10)
     assert amp._amp_state.opt_properties.loss_scale == 128.0
     assert len(amp._amp_state.loss_scalers) == 2
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("make", [sgd, lambda m: torch.optim.AdamW(m.parameters(), eps=1e-4)])
-def test_step_and_zero_grad_before_any_backward_do_nothing(level: str, make: Any) -> None:
-    model = NORMED_MLP.model()
-    optimizer = make(model)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    values = [param.detach().clone() for param in model.parameters()]
-    optimizer.zero_grad()
-    optimizer.step()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    assert_bitwise([param.detach() for param in model.parameters()], values)
-    losses = train(NORMED_MLP, model, optimizer, "ccc")
-    assert all(loss == loss for loss in losses)
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)

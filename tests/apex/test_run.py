@@ -240,6 +240,7 @@ def test_a_program_is_handed_its_local_rank_where_that_is_asked_for(tree, work, 
     assert done.stdout.strip() == f"['--lr=1', '{expected}']"
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_trains_under_torchrun(tmp_path):
     write(tmp_path, {"train.py": TRAIN})
     # A file for each rank: lines that two of them write to one pipe can run into each other.

@@ -10,7 +10,6 @@ import contextlib
 import io
 import re
 import runpy
-import socket
 import sys
 from pathlib import Path
 
@@ -60,53 +59,6 @@ def assert_trained(printed: str, *, to: float = 0.8) -> None:
 
 
 # --- image classification ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_imagenet_example_trains(run, level: str) -> None:
-    printed = run("imagenet_main.py", "--opt-level", level)
-    assert_trained(printed)
-    assert f"Selected optimization level {level}" in printed
-    assert "multi_tensor_applier.available = True" in printed
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("batchnorm", ["True", "False"])
-def test_its_options_are_strings(run, level: str, batchnorm: str) -> None:
-    options = ["--loss-scale", "128.0"]
-    if level != "O1":
-        options += ["--keep-batchnorm-fp32", batchnorm]
-    printed = run("imagenet_main.py", "--opt-level", level, *options)
-    assert_trained(printed)
-    assert "loss_scale=128.0" in printed
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("optimizer", [(), ("--fused",)], ids=["torch", "fused"])
-def test_it_resumes_where_it_stopped(run, tmp_path: Path, level: str, optimizer: tuple[str, ...]) -> None:
-    file = tmp_path / "checkpoint"
-    whole = losses(run("imagenet_main.py", "--opt-level", level, "--checkpoint", file, *optimizer))
-    rest = losses(run("imagenet_main.py", "--opt-level", level, "--resume", f"{file}.1", *optimizer))
-    assert rest == whole[2:]
-
-
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("norm", [(), ("--sync_bn",)], ids=["", "sync_bn"])
-def test_it_trains_distributed(run, level: str, norm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = losses(run("imagenet_main.py", "--opt-level", level))
-    one_rank(monkeypatch)
-    printed = run("imagenet_main.py", "--opt-level", level, *norm)
-    assert ("using apex synced BN" in printed) == bool(norm)
-    assert losses(printed) == pytest.approx(alone, rel=1e-2)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

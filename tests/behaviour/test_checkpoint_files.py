@@ -431,6 +431,7 @@ def nursery() -> Iterator[Nursery]:
     nursery.close()
 
 
+@pytest.mark.slow
 def test_killed_before_each_operation_of_a_save_the_run_resumes_bitwise(nursery: Nursery, tmp_path: Path) -> None:
     truth = nursery.run(tmp_path / "truth.pt", LAST)
     assert not truth.killed

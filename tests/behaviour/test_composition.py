@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from amp_engine import AmpStateError, amp
 from tests.models import MLP, NORMED_MLP
-from tests.support import MASTER_LEVELS, assert_bitwise, masters, train
+from tests.support import assert_bitwise
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,24 +54,6 @@ class Parts(nn.Module):
         return {"y": self.heads[0](self.norm(self.encoder(x))) * scale}
 
 
-def initialized_parts(level: str) -> tuple[Any, Tensor]:
-    torch.manual_seed(0)
-    model = Parts()
-    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
-    return model, torch.randn(8, 4)
-
-
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_forward_called_directly_is_cast_as_the_model_is(level: str) -> None:
-    model, x = initialized_parts(level)
-    half = model.heads[0].weight.dtype
-    for call in (lambda: model.forward(x), lambda: model.forward(x=x), lambda: type(model).forward(model, x)):
-        y = call()["y"]
-        assert (model.got, y.dtype) == (half, torch.float32)
-        assert_bitwise(y, model(x)["y"])
-        model.got = None
-
-
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_every_hook_of_a_users_sees_the_types_outside_of_the_casts(level: str) -> None:
     seen: list[torch.dtype] = []
@@ -89,21 +68,6 @@ def test_every_hook_of_a_users_sees_the_types_outside_of_the_casts(level: str) -
     hook(model)
     model(torch.randn(8, 4))
     assert seen == 4 * [torch.float32]
-
-
-@pytest.mark.parametrize("level", ["O0", "O2"])
-@pytest.mark.parametrize("copied", ["copy", "deepcopy", "pickle", "replica"])
-def test_copies_of_a_model_cast_at_forward_and_other_instances_do_not(level: str, copied: str) -> None:
-    model, x = initialized_parts(level)
-    twin = {
-        "copy": copy.copy,
-        "deepcopy": copy.deepcopy,
-        "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-        "replica": lambda model: model._replicate_for_data_parallel(),
-    }[copied](model.eval())
-    assert type(twin) is type(model)
-    assert_bitwise(twin.forward(x)["y"], model(x)["y"])
-    assert type(model)().eval()(x)["y"].dtype is torch.float32
 
 
 @pytest.mark.parametrize(("level", "casts"), [("O0", "everywhere"), ("O2", "everywhere"), ("O1", "model")])
@@ -180,20 +144,3 @@ def test_state_dict_with_keep_vars_gives_the_parameters_themselves(level: str) -
     model = MLP.model()
     amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_weight_normed_layer_trains_saves_and_comes_back(level: str) -> None:
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = sgd(model)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(MLP, model, optimizer, "cccc")
-    saved = model.state_dict()
-    assert list(saved) == list(start)
-    assert {value.dtype for value in saved.values()} == {torch.float32}
-    assert not any(torch.equal(saved[name], start[name]) for name in start)
-    model.load_state_dict(start)
-    if level in MASTER_LEVELS:
-        names = [name for name, _ in model.named_parameters()]
-        assert_bitwise(masters(optimizer), [start[name] for name in names])

@@ -68,23 +68,6 @@ def test_the_floor_stops_the_fall(floor: float) -> None:
     assert follow(*start(min_loss_scale=floor), script) == expected(script, floor=floor)
 
 
-@pytest.mark.parametrize("value", [3.0, 0.5])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_loss_is_multiplied_by_the_scale_and_gradients_divided(level: str, value: float) -> None:
-    model, optimizer = start(level, loss_scale=value)
-    loss = MLP.loss(model, MLP.batch())
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss.dtype == torch.float32
-        assert scaled_loss.item() == pytest.approx(value * loss.item(), rel=1e-6)
-        scaled_loss.backward()
-    gradients = [master.grad.clone() for master in amp.master_params(optimizer)]
-    amp.close()
-    model, optimizer = start(level, loss_scale=1.0)
-    backward(MLP.loss(model, MLP.batch()), optimizer)
-    for ours, plain in zip(gradients, amp.master_params(optimizer), strict=True):
-        torch.testing.assert_close(ours, plain.grad, rtol=1e-2, atol=1e-4)
-
-
 def test_a_half_loss_is_widened_before_it_is_scaled() -> None:
     model, optimizer = start("O2", cast_model_outputs=torch.float16)
     loss = model(MLP.batch()[0]).float().square().mean().half()

@@ -180,21 +180,6 @@ def test_a_write_through_data_after_a_backward_or_a_step_is_seen(after: str, lev
         assert_fresh(model)
 
 
-def test_the_weights_are_those_of_the_same_training_with_casts_by_hand(level: str) -> None:
-    """Exact in both types, since everything is a small integer: no order of sums, no fused step can differ."""
-    model, optimizer = initialized(level, lambda params: torch.optim.SGD(params, lr=LR))
-    leaves = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    low = HALF[level]
-    for x in (X, -X, X + 1.0):
-        with amp.disable_casts():
-            first, bias, second = (leaf.to(low) for leaf in leaves)
-            loss = total(F.linear(F.relu(F.linear(x.to(low), first, bias)), second))
-            for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
-                leaf.detach().sub_(gradient.clamp(-1.0, 1.0))
-        iterate(model, optimizer, x)
-        assert_bitwise([p.detach() for p in model.parameters()], [leaf.detach() for leaf in leaves])
-
-
 def test_graphs_that_are_older_than_steps_have_the_gradients_of_their_weights(level: str, make_optimizer: Any) -> None:
     """The gradient of the input is the weight itself, as it was at the forward."""
     layer = nn.Linear(3, 1, bias=False)

@@ -18,7 +18,7 @@ from amp_engine import Engine, amp
 from amp_engine.casting import FunctionCasts
 from tests.compile.models import ATTENTION, BOOL, CNN, FUNCTIONAL, LOW, TINY, operators
 from tests.models import Task
-from tests.support import FUNCTION_LEVELS, HALF, WEIGHT_DTYPE, assert_bitwise, backward, frozen
+from tests.support import HALF, WEIGHT_DTYPE, assert_bitwise, backward, frozen
 
 pytestmark = [
     # inductor
@@ -69,9 +69,9 @@ def output_types(run: Run) -> set[torch.dtype]:
 # --- training -------------------------------------------------------------------------------------
 
 CASES = [
-    *((FUNCTIONAL, level) for level in ("O0", "O1", "O2")),
-    *((ATTENTION, level) for level in ("O1", "O2")),
-    *((CNN, level) for level in ("O1", "O3", "O5")),
+    *((FUNCTIONAL, level) for level in ("O0", "O2")),
+    (ATTENTION, "O1"),
+    *((CNN, level) for level in ("O1", "O5")),
 ]
 
 
@@ -108,7 +108,7 @@ def test_a_model_compiled_in_place_trains_as_eager(level: str) -> None:
     assert_bitwise(run, train(FUNCTIONAL, level))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_casts_of_inputs_and_outputs_are_part_of_one_graph(level: str) -> None:
     with torch._dynamo.config.patch(wrap_top_frame=True):
         run = train(FUNCTIONAL, level, compiled, steps=1)
@@ -145,12 +145,12 @@ def outputs_of(level: str | None, wrap: Callable[[nn.Module], Any] = lambda m: m
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("moment", ["before", "before and called", "after"])
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_model_may_be_compiled_before_or_after_initialize(moment: str, level: str) -> None:
     x, model = FUNCTIONAL.batch()[0], FUNCTIONAL.model()
     plain, expected = outputs_of(None), outputs_of(level)
     run = None if moment == "after" else compiled(model)
-    if moment == "before and called":
+    if moment == "before":
         assert_bitwise(run(x), plain)
     amp.initialize(model, opt_level=level, verbosity=0)
     run = compiled(model) if run is None else run
@@ -202,16 +202,15 @@ def test_a_compiled_operator_follows_initialize_and_close(product: Callable[[Ten
 # --- switching casts off --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", FUNCTION_LEVELS)
-def test_disable_casts_around_a_compiled_call_runs_it_in_fp32(level: str) -> None:
+def test_disable_casts_around_a_compiled_call_runs_it_in_fp32() -> None:
     x, model, plain = FUNCTIONAL.batch()[0], FUNCTIONAL.model(), outputs_of(None)
-    amp.initialize(model, opt_level=level, verbosity=0)
+    amp.initialize(model, opt_level="O4", verbosity=0)
     run = compiled(model)
     for _ in range(2):
-        assert run(x).dtype == HALF[level]
+        assert run(x).dtype == torch.bfloat16
         with amp.disable_casts():
             assert_bitwise(run(x), plain)
-        assert run(x).dtype == HALF[level]
+        assert run(x).dtype == torch.bfloat16
     assert counters["stats"]["unique_graphs"] == 2, "one graph with casts and one without are enough"
 
 
@@ -278,8 +277,7 @@ def test_the_refusal_of_a_banned_function_reaches_the_user() -> None:
 # --- what tracing leaves behind -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", FUNCTION_LEVELS)
-def test_no_cast_is_kept_while_tracing(level: str) -> None:
+def test_no_cast_is_kept_while_tracing() -> None:
     kept = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -288,7 +286,7 @@ def test_no_cast_is_kept_while_tracing(level: str) -> None:
 
     with Engine() as engine:
         model, x = FUNCTIONAL.model(), FUNCTIONAL.batch()[0]
-        engine.initialize(model, opt_level=level, verbosity=0)
+        engine.initialize(model, opt_level="O1", verbosity=0)
         compiled(model, backend)(x)  # which runs the graph in eager mode, after it was traced
         engine.function_casts.casts.cache.clear()
         run = compiled(model)
@@ -322,10 +320,9 @@ def test_one_graph_serves_all_batch_sizes() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_compiled_model_computes_the_same_inside_of_amp_explain_which_does_not_see_it(level: str) -> None:
+def test_a_compiled_model_computes_the_same_inside_of_amp_explain_which_does_not_see_it() -> None:
     model = FUNCTIONAL.model()
-    amp.initialize(model, opt_level=level, verbosity=0)
+    amp.initialize(model, opt_level="O1", verbosity=0)
     run, x = compiled(model), FUNCTIONAL.batch()[0]
     with amp.explain() as explanation:
         outputs = run(x)
@@ -355,11 +352,11 @@ class InContainers(nn.Module):
 
     def forward(self, x: Tensor, kind: str) -> Any:
         y = self.layer(x)
-        return {"dict": {"y": y}, "list": [y], "tuple": (y, 1)}[kind]
+        return {"dict": {"y": y}, "tuple": (y, 1)}[kind]
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
-@pytest.mark.parametrize("kind", ["dict", "list", "tuple"])
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
 def test_a_model_and_its_bound_forward_cast_outputs_in_containers(level: str, kind: str) -> None:
     model = InContainers()
     amp.initialize(model, opt_level=level, verbosity=0)
@@ -399,7 +396,7 @@ class Breaks(InContainers):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
-@pytest.mark.parametrize(("level", "breaks"), [("O0", False), ("O2", False), ("O2", True), ("O3", False)])
+@pytest.mark.parametrize(("level", "breaks"), [("O2", False), ("O2", True)])
 def test_parts_are_cast_where_a_script_calls_them_compiled_and_not_within_a_compiled_model(
     level: str, breaks: bool
 ) -> None:

@@ -23,7 +23,7 @@ from amp_engine import AmpStateError, amp
 from tests.ranks import Messages, on_ranks
 from tests.support import scaler_numbers
 
-STEPS = int(os.environ.get("STEPS", "32"))  # 200 in make stress
+STEPS = int(os.environ.get("STEPS", "20"))  # 200 in make stress
 MAX_NORM = 0.25
 
 

@@ -119,12 +119,12 @@ COPY = mkdir -p build/$@ && cd build/$@ && rm -rf $(TREE) && cp -a $(addprefix .
 FLAGS := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fno-wrapv
 RUNTIMES = $(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:-c++} -print-file-name=$(library)))
 
-# Without the cases of the kernels in Python, of which a sanitizer sees nothing.
+# Without the cases of the kernels in Python and what starts Python anew, of which a sanitizer sees nothing.
 SANITIZED := tests/kernels $(addprefix tests/casting/test_,by_dtype.py safety.py weight_copies.py) tests/test_build.py::test_what_is_forced_is_loaded
 sanitize: $(INSTALLED)  ## run the tests of the C++ code with AddressSanitizer and UndefinedBehaviorSanitizer, or TESTS=tests/stress/threads.py
 	$(COPY) && AMP_ENGINE_BUILD=cpu CFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" ../../$(BIN)/python setup.py --quiet build_ext --inplace
 	cd build/$@ && AMP_ENGINE_BUILD=cpu LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) -k "not [reference and not -reference]" $(or $(TESTS),$(SANITIZED)) $(ARGS)
+		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) -k "not [plain and not -plain and not spawned_process" $(or $(TESTS),$(SANITIZED)) $(ARGS)
 
 # The oldest torch that is supported.
 plain-venv:

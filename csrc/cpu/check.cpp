@@ -42,6 +42,7 @@ void check(CheckArgs const& args) {
   for_each_chunk(
       args.chunks, args.n_chunks, [&](int64_t t) { return args.x[t] != nullptr; },
       [&](int64_t t, int64_t chunk) {
+        __builtin_prefetch(args.x[std::min(t + kAhead, args.n_tensors - 1)]);
         ListRow const row = row_of(args, t);
         if (args.checked) {
           args.partials[row.first_chunk + chunk] = kernels.check(row, chunk, a, b);

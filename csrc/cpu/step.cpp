@@ -35,7 +35,14 @@ void update(StepArgs const& args, GradientOf const& gradient_of) {
   auto const kernel = chunk_kernels().step[int(args.formula)];
   for_each_chunk(
       args.chunks, args.n_chunks, [&](int64_t t) { return args.gradients[t] != nullptr; },
-      [&](int64_t t, int64_t chunk) { kernel(args.rows[t], gradient_of(t), chunk, coefficients_of(args, t)); });
+      [&](int64_t t, int64_t chunk) {
+        int64_t const ahead = std::min(t + kAhead, args.n_tensors - 1);
+        Row const& next = args.rows[ahead];
+        for (void const* data : {next.weight, next.state1, next.state2, next.copy, args.gradients[ahead]}) {
+          __builtin_prefetch(data);
+        }
+        kernel(args.rows[t], gradient_of(t), chunk, coefficients_of(args, t));
+      });
 }
 
 void lamb(StepArgs const& args) {

@@ -113,4 +113,16 @@ inline void ask_ahead_for_gradients(Tensors const& tensors, size_t i) {
   }
 }
 
+// True if test(i, gradient) is true for the gradient of a parameter, which is undefined where there is none.
+template <class Test>
+bool any_gradient_of(Tensors const& params, Test const& test) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    ask_ahead_for_gradients(params, i);
+    if (test(i, grad_of(*params[i]))) {
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace amp_engine

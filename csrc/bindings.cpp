@@ -93,7 +93,6 @@ struct ParamGradientMarks {
   std::shared_ptr<Params> params;
   GradientMarks marks;
 
-  explicit ParamGradientMarks(std::shared_ptr<Params> of) : params(std::move(of)), marks(params->list()) {}
 };
 
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
@@ -295,6 +294,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<ParamMarks>(m, "marks", "Some tensors as they were when each was last marked.")
       .def(py::init<py::iterable const&>())
       .def("mark", [](ParamMarks& self) { self.marks.mark(self.params.list()); })
+      .def("bump", [](ParamMarks& self) { self.marks.bump(); })
       .def("mark_at", [](ParamMarks& self, size_t i) { self.marks.mark(i, self.params.at(i)); })
       .def("take", [](ParamMarks& self, size_t i, ParamMarks const& other, size_t j) {
         self.params.at(i), other.params.at(j);
@@ -305,7 +305,9 @@ PYBIND11_MODULE(_C, m) {
       .def("has_other_memory",
            [](ParamMarks const& self, size_t i) { return self.marks.has_other_memory(i, self.params.at(i)); });
   py::class_<ParamGradientMarks>(m, "gradient_marks", "The gradients of some parameters as they were.")
-      .def(py::init([](std::shared_ptr<Params> const& params) { return ParamGradientMarks(params); }))
+      .def(py::init([](std::shared_ptr<Params> const& params) {
+        return ParamGradientMarks{params, GradientMarks(params->list())};
+      }))
       .def_property_readonly("params", [](ParamGradientMarks const& self) { return self.params; })
       .def("have_moved", [](ParamGradientMarks const& self) { return self.marks.have_moved(self.params->list()); })
       .def("moved", [](ParamGradientMarks const& self) { return self.marks.moved(self.params->list()); });
@@ -379,7 +381,8 @@ PYBIND11_MODULE(_C, m) {
                return py::none();
              }
              return py::make_tuple(as_tuple(found->checks), py::bytes(found->accesses),
-                                   TensorList{std::move(found->gradients)}, ParamGradientMarks(params), found->kept);
+                                   TensorList{std::move(found->gradients)},
+                                   ParamGradientMarks{params, std::move(found->marks)}, found->kept);
            })
       .def("clip_", [](ListOperation& self, TensorsOrList const& tensors, at::Tensor const& norm, double max_norm) {
         self.run("clip_", in(tensors),

@@ -135,6 +135,7 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArgumen
   int64_t const n = int64_t(xs.size());
   std::vector<int64_t> numels(n);
   for (int64_t t = 0; t < n; ++t) {
+    ask_ahead_for_memory(xs, size_t(t));
     numels[t] = xs[t] ? xs[t]->numel() : 0;
   }
   if (!chunking_ || numels != numels_) {
@@ -159,7 +160,8 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArgumen
       lists_.y[t] = y.data;
     }
     if (outs) {
-      Entry const out = written((*outs)[t]);
+      void* const fresh = given.fresh ? (*given.fresh)[t] : nullptr;
+      Entry const out = fresh ? Entry{fresh, Type::float32} : written((*outs)[t]);
       shape.out = out.type;
       lists_.out[t] = out.data;
     }

@@ -43,6 +43,7 @@ void update_scale(ScaleTensors const& tensors);
 // The arguments of a list operation besides its inputs `xs`.
 struct ListArguments {
   OptionalTensors const* outs = nullptr;
+  std::vector<void*> const* fresh = nullptr;  // new float32 memory for outputs that `outs` lacks, or null
   OptionalTensors const* ys = nullptr;
   bool checked = true;
   std::optional<at::Tensor> a = std::nullopt, b = std::nullopt;

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/impl/PyObjectSlot.h>
 
 #include <algorithm>
 
@@ -32,29 +33,40 @@ bool has_memory(at::Tensor const& t) {
   return t.layout() == at::kStrided && t.has_storage() && !t.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
-// New float32 tensors, laid out as half ones. Small ones share memory, as gradients in a bucket of
+// The memory of a float32 tensor.
+struct Place {
+  at::Tensor base;
+  int64_t offset = 0;  // in `base`, in floats
+
+  float* data() const { return base.mutable_data_ptr<float>() + offset; }
+  at::Tensor laid_out_as(at::Tensor const& half) const {
+    // The way through torch's dispatcher takes four times as long.
+    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(base.storage()), base.key_set(), base.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(half.sizes(), half.strides(), offset);
+    return made;
+  }
+};
+
+// New places of float32 tensors, laid out as half ones. Small ones share memory, as gradients in a bucket of
 // DistributedDataParallel do: an allocation for each takes longer than all else that an exit does with them.
 class Slabs {
  public:
-  // Counts a tensor that `like` will be called with.
+  // Counts a tensor that `place` will be called with.
   void expect(at::Tensor const& half) { expected_ += is_small(half) ? bytes_of(half) : 0; }
 
-  at::Tensor like(at::Tensor const& half) {
+  Place place(at::Tensor const& half) {
     auto const options = half.options().dtype(at::kFloat);
     if (!is_small(half)) {
-      return at::empty_like(half, options);
+      return {at::empty_like(half, options)};
     }
     int64_t const bytes = bytes_of(half);
     if (!slab_.defined() || end_ + bytes > int64_t(slab_.nbytes()) || slab_.device() != half.device()) {
       slab_ = at::empty({std::max(bytes, std::min(expected_, kSlab)) / kFloat}, options);
       end_ = 0;
     }
-    // The way through torch's dispatcher takes four times as long.
-    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slab_.storage()), slab_.key_set(), slab_.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(half.sizes(), half.strides(), end_ / kFloat);
     end_ += bytes;
     expected_ -= bytes;
-    return made;
+    return {slab_, (end_ - bytes) / kFloat};
   }
 
  private:
@@ -68,6 +80,32 @@ class Slabs {
   at::Tensor slab_;
   int64_t end_ = 0, expected_ = 0;  // bytes
 };
+
+// True if nothing refers to a gradient but its parameter, the caller, and a Python object that nobody holds, and if it is
+// no view, and has no result of detach().
+bool is_unshared(at::Tensor const& grad) {
+  c10::TensorImpl& impl = *grad.unsafeGetTensorImpl();
+  if (impl.autograd_meta() || impl.is_inference() || !impl.allow_tensor_metadata_change() ||
+      !impl.version_counter().unique()) {
+    return false;
+  }
+  size_t const uses = grad.use_count();
+  return uses == 2 || (uses == 3 && impl.pyobj_slot()->has_unique_reference());
+}
+
+// Makes a parameter's gradient a float32 one in `place`. Where nobody can tell, it stays the same tensor: to make another
+// one, and to free both, takes as long as all else that an exit does with many small ones.
+void move(at::Tensor const& param, at::Tensor& grad, Place const& place) {
+  if (is_unshared(grad)) {
+    c10::TensorImpl& impl = *grad.unsafeGetTensorImpl();
+    impl.set_storage_and_dtype(place.base.storage(), place.base.dtype());
+    impl.set_storage_offset(place.offset);
+    impl.bump_version();
+  } else {
+    grad = place.laid_out_as(grad);
+    param.mutable_grad() = grad;
+  }
+}
 
 }  // namespace
 
@@ -88,6 +126,12 @@ void Marks::mark(size_t i, at::Tensor const& t) {
     storages_[i] = t.storage().getWeakStorageImpl();
   }
   marks_[i] = now;
+}
+
+void Marks::bump() {
+  for (Mark& mark : marks_) {
+    mark.version += mark.version >= 0;
+  }
 }
 
 void Marks::take(size_t i, Marks const& other, size_t j) {
@@ -113,25 +157,28 @@ bool Marks::has_other_memory(size_t i, at::Tensor const& t) const {
 
 GradientMarks::GradientMarks(Tensors const& params) {
   marks_.reserve(params.size());
-  for_each(params, [&](size_t, at::Tensor const& param) { marks_.push_back(GradientMark::of(param)); });
+  any_gradient_of(params, [&](size_t, at::Tensor const& grad) {
+    add(grad);
+    return false;
+  });
 }
 
 bool GradientMarks::have_moved(Tensors const& params) const {
-  return any_of(params, [&](size_t i, at::Tensor const& param) { return GradientMark::of(param) != marks_[i]; });
+  return any_gradient_of(params, [&](size_t i, at::Tensor const& grad) { return GradientMark::of(grad) != marks_[i]; });
 }
 
 std::vector<std::pair<size_t, bool>> GradientMarks::moved(Tensors const& params) const {
   std::vector<std::pair<size_t, bool>> result;
-  for_each(params, [&](size_t i, at::Tensor const& param) {
-    if (GradientMark::of(param) != marks_[i]) {
+  any_gradient_of(params, [&](size_t i, at::Tensor const& grad) {
+    if (GradientMark::of(grad) != marks_[i]) {
       result.emplace_back(i, marks_[i].gradient != nullptr);
     }
+    return false;
   });
   return result;
 }
 
-GradientMark GradientMark::of(at::Tensor const& param) {
-  at::Tensor const& grad = grad_of(param);
+GradientMark GradientMark::of(at::Tensor const& grad) {
   if (!grad.defined()) {
     return {nullptr, -1, nullptr};
   }
@@ -184,7 +231,7 @@ OptionalTensors unscaled_outputs(std::string const& plain, OptionalTensors const
   }
   for (size_t i = 0; i < result.size(); ++i) {
     if (is_new(i)) {
-      result[i] = slabs.like(*result[i]);
+      result[i] = slabs.place(*result[i]).laid_out_as(*result[i]);
     }
   }
   return result;
@@ -216,18 +263,30 @@ std::optional<Looked> look(ListOperation& check, Tensors const& params, std::str
   for (size_t i = 0; kept && i < plain.size(); ++i) {
     kept = plain[i] != 0 || !own[i] || is_half(*own[i]);
   }
-  bool const has_plain = plain.find('\1') != std::string::npos;
-  bool const writes = unscales && (!kept || has_plain);
-  OptionalTensors outputs;
-  bool apart = true;
-  if (writes) {
-    outputs = kept ? where(plain, own) : unscaled_outputs(plain, own);
-    for (size_t i = 0; apart && i < plain.size(); ++i) {
-      apart = !outputs[i] || !outputs[i]->is_same(*own[i]);  // all others are new memory
+  bool const writes = unscales && (!kept || plain.find('\1') != std::string::npos);
+  auto const is_half_beside = [&](size_t i) { return plain[i] == 0 && own[i] && is_half(*own[i]); };
+  OptionalTensors in_place(writes ? plain.size() : 0);
+  std::vector<Place> places(writes && !kept ? plain.size() : 0);
+  std::vector<void*> fresh(places.size());
+  Slabs slabs;
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (is_half_beside(i)) {
+      slabs.expect(*own[i]);
+    }
+  }
+  bool apart = true;  // new memory is
+  for (size_t i = 0; i < in_place.size(); ++i) {
+    if (!is_half_beside(i)) {
+      in_place[i] = own[i];
+      apart = apart && !own[i];
+    } else if (!kept) {
+      places[i] = slabs.place(*own[i]);
+      fresh[i] = places[i].data();
     }
   }
   Checks const checks = check.run("check", own,
-                                  {.outs = writes ? &outputs : nullptr,
+                                  {.outs = writes ? &in_place : nullptr,
+                                   .fresh = places.empty() ? nullptr : &fresh,
                                    .a = scale,
                                    .reciprocal = true,
                                    .found_inf = found_inf,
@@ -236,16 +295,19 @@ std::optional<Looked> look(ListOperation& check, Tensors const& params, std::str
                                    .update = update,
                                    .known = true,
                                    .apart = apart});
-  if (writes && !kept) {
-    replace_gradients(params, own, outputs);
-    own = std::move(outputs);
+  GradientMarks marks;
+  for (size_t i = 0; i < own.size(); ++i) {
+    ask_ahead(own, i);
+    if (!places.empty() && places[i].base.defined()) {
+      move(*params[i], *own[i], places[i]);
+    }
+    marks.add(own[i] ? *own[i] : at::Tensor());
   }
-  return Looked{checks, std::move(found.accesses), std::move(own), kept};
+  return Looked{checks, std::move(found.accesses), std::move(own), std::move(marks), kept};
 }
 
 bool any_graph(Tensors const& tensors) {
-  return any_of(tensors, [](size_t, at::Tensor const& t) {
-    at::Tensor const& grad = grad_of(t);
+  return any_gradient_of(tensors, [](size_t, at::Tensor const& grad) {
     return grad.defined() && grad.requires_grad() && grad.grad_fn();
   });
 }

@@ -38,7 +38,7 @@ struct GradientMark {
   int64_t version;
   void const* memory;
 
-  static GradientMark of(at::Tensor const& param);
+  static GradientMark of(at::Tensor const& grad);
   bool operator==(GradientMark const&) const = default;
 };
 
@@ -47,6 +47,8 @@ class Marks {
  public:
   void mark(Tensors const& tensors);
   void mark(size_t i, at::Tensor const& t);
+  // Marks tensors whose mark was right until one operation of this package wrote each. Reads no tensor.
+  void bump();
   // Copies mark `j` of `other` to mark `i`.
   void take(size_t i, Marks const& other, size_t j);
 
@@ -65,7 +67,10 @@ class Marks {
 // Marks of the gradients of some parameters. They are valid as long as the gradients are alive.
 class GradientMarks {
  public:
+  GradientMarks() = default;
   explicit GradientMarks(Tensors const& params);
+  // Adds the mark of the next parameter's gradient, which is undefined if there is none.
+  void add(at::Tensor const& grad) { marks_.push_back(GradientMark::of(grad)); }
 
   // True if a gradient was added, removed, replaced or written since its mark.
   bool have_moved(Tensors const& params) const;
@@ -104,6 +109,7 @@ struct Looked {
   Checks checks;
   std::string accesses;       // see Gradients
   OptionalTensors gradients;  // after the look
+  GradientMarks marks;        // of these
   bool kept;                  // true: half gradients beside masters are still scaled
 };
 

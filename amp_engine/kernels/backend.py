@@ -67,6 +67,10 @@ class Marks(Protocol):
         """Mark all tensors."""
         ...
 
+    def bump(self) -> None:
+        """Mark all tensors, whose marks were right until one operation of the kernels wrote each."""
+        ...
+
     def mark_at(self, place: int, /) -> None:
         """Mark one tensor."""
         ...

@@ -35,6 +35,8 @@ class Marks:
         self._marks = list(map(mark, self._tensors))
         self._memory = [t.untyped_storage() for t in self._tensors]
 
+    bump = mark
+
     def mark_at(self, place: int) -> None:
         """Mark one tensor."""
         tensor = self._tensors[place]

@@ -183,6 +183,30 @@ def test_a_look_checks_and_unscales_all_gradients_at_once(unscales, keeps_half, 
 
 
 @NATIVE
+@pytest.mark.parametrize("size", [5, 5000])  # in memory that gradients share, and in memory of its own
+def test_a_look_gives_a_gradient_other_memory_where_nobody_else_refers_to_it(size):
+    params = [torch.nn.Parameter(torch.zeros(size).half()) for _ in range(6)]
+    for param in params:
+        param.grad_dtype, param.grad = None, torch.full((size,), 8.0).half()
+        param.grad.note = "alone"
+    held, buffer = params[0].grad, torch.full((2 * size,), 8.0).half()
+    params[1].grad = params[2].grad
+    params[3].grad = buffer[size:]
+    alias = params[4].grad.detach()
+    found, _, _ = look(params, [0] * 6, True, False)
+    assert not found.marks.have_moved()
+    for param in params:
+        assert torch.equal(param.grad, torch.full((size,), 2.0))
+    assert [hasattr(param.grad, "note") for param in params] == [False, False, True, False, False, True]
+    assert len({param.grad.data_ptr() for param in params}) == 6
+    assert torch.equal(held, torch.full((size,), 8.0).half())
+    assert torch.equal(alias, held)
+    assert alias._version == 0
+    assert torch.equal(buffer, torch.full((2 * size,), 8.0).half())
+    assert params[5].grad._version > 0
+
+
+@NATIVE
 @pytest.mark.parametrize(
     "grads",
     [[None, None], [torch.ones(5), torch.ones(5).to_sparse()], [torch.ones(5), torch.ones(5).double()]],

@@ -188,6 +188,14 @@ def test_marks_keep_no_memory_that_was_replaced(backend: str) -> None:
     assert torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == 2  # `memory`, and this call
 
 
+def test_marks_are_bumped_past_one_write() -> None:
+    written = torch.ones(1)
+    marks = tensor_lists.marks([written])
+    written.add_(1)
+    marks.bump()
+    assert not marks.have_moved()
+
+
 def test_entries_are_compared_with_as_many_objects() -> None:
     one = torch.ones(1)
     assert tensor_lists.same_entries([{"a": one}], [("a", [one]), ("b", [None])])

@@ -497,7 +497,7 @@ class Engine:
             The norm before clipping: float32, shape []. No host sync without `error_if_nonfinite`.
         """
         clipped = self._clipped(optimizer, "clip_grad_norm_", "max_norm")
-        return clipping.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
+        return clipping.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite, self.records.look_at_unseen)
 
     def clip_grad_value_(self, optimizer: Optimizer | LARC | Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each element of the gradients that an optimizer steps, between `scale_loss` and `step`.
@@ -508,7 +508,8 @@ class Engine:
 
         Clips at once, in the type of `.grad`. No host sync.
         """
-        clipping.clip_grad_value_(self._clipped(optimizer, "clip_grad_value_", "clip_value"), clip_value)
+        clipped = self._clipped(optimizer, "clip_grad_value_", "clip_value")
+        clipping.clip_grad_value_(clipped, clip_value, self.records.look_at_unseen)
 
     def _clipped(self, given: Any, function: str, limit: str) -> clipping.Clipped:
         """Return the gradients of an optimizer or of parameters, for a clipping function."""
@@ -521,7 +522,6 @@ class Engine:
         for one in clipped.involved:
             self.records.close_into(one)
             one.look_for_parameters()
-            self.records.look_at_unseen(one)
         return clipped
 
     def averaged_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,10 @@ def of_parameters(given: Sequence[Tensor], everyone: Sequence[Record]) -> Clippe
     return Clipped(params, involved, is_whole)
 
 
-def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Clip gradients, for `Engine.clip_grad_norm_`, which documents the cases.
+def clip_grad_norm_(
+    clipped: Clipped, max_norm: float, norm_type: float, error_if_nonfinite: bool, look: Callable[[Record], None]
+) -> Tensor:
+    """Clip gradients, for `Engine.clip_grad_norm_`, which documents the cases; `look` checks those that no check saw.
 
     Returns:
         The norm before clipping: float32, shape []. No host sync without `error_if_nonfinite`.
@@ -73,6 +75,10 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
             parts = one.ranks.of_parts()
     record = clipped.involved[0] if clipped.is_whole and clipped.involved else None
     taken = None if record is None else record.whole_norm(float(norm_type))
+    if taken is None:
+        for one in clipped.involved:
+            look(one)
+        taken = None if record is None else record.whole_norm(float(norm_type))
     params = [] if taken is not None else _with_readable_gradients(clipped)
     norm = _total_norm(params, norm_type) if taken is None else taken
     if parts is not None:
@@ -97,8 +103,10 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
     return norm
 
 
-def clip_grad_value_(clipped: Clipped, clip_value: float) -> None:
-    """Clip each element of gradients to [-clip_value, clip_value]. No host sync."""
+def clip_grad_value_(clipped: Clipped, clip_value: float, look: Callable[[Record], None]) -> None:
+    """Clip each element of gradients to [-clip_value, clip_value]; `look` as in `clip_grad_norm_`. No host sync."""
+    for one in clipped.involved:
+        look(one)
     torch.nn.utils.clip_grad_value_(_with_readable_gradients(clipped), clip_value)
     for one in clipped.involved:
         one.note_clipped()

@@ -283,10 +283,13 @@ class StepHook:
             args, kwargs = self._run_closure(closure, args, kwargs)
         record.refuse_joined(is_scaled and not owner.scaling.default().is_identity)
         record.refuse_foreign()
-        record.refuse_written_after_clip()
         by_scaler = hasattr(optimizer, "found_inf")  # torch.amp.GradScaler sets it, and has checked
-        if not by_scaler:
-            owner.look_at_unseen(record, is_stepping=True)
+        seen = record.taken_gradients()
+        if seen is None or record.has_left:
+            record.refuse_written_after_clip()
+            if not by_scaler:
+                owner.look_at_unseen(record, is_stepping=True)
+            seen = record.taken_gradients()
         record.missing_gradients.warn(optimizer, record.rows)
         if not is_own and not is_scaled and casts_off is None and not record.pending.backwards:
             record.pending.taken_unseen()
@@ -294,7 +297,7 @@ class StepHook:
             return None
         # Only the class's own step handles arguments, and the attributes that torch.amp.GradScaler sets.
         is_plain = (has_closure or _says_nothing(optimizer, args, kwargs)) and not by_scaler
-        return self._step(optimizer, args, kwargs, fused_step_of(optimizer) if is_plain else None)
+        return self._step(optimizer, args, kwargs, fused_step_of(optimizer) if is_plain else None, seen)
 
     def _run_closure(
         self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -314,9 +317,17 @@ class StepHook:
         return _with_closure(lambda: loss, args, kwargs)
 
     def _step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None
+        self,
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fused: FusedStep | None,
+        seen: Sequence[Tensor | None] | None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Skip the step, or take it by the kernels, or have torch take it by the class's own step.
+
+        Args:
+            seen: `Record.taken_gradients`.
 
         Waits for the device if the host must decide and does not know the flags yet. Raises AmpStateError if the
         kernels are needed and cannot do the step, for a low-precision weight that is refused, and for a CUDA graph
@@ -327,13 +338,13 @@ class StepHook:
         # Plan once, before the decision: a group that joins between two plans could be stepped on inf.
         planned = None
         if fused is not None:
-            step = _input_of(record)
+            step = _input_of(record, seen)
             planned = shards.plan(fused, step) if record.columns.has_shards else fused.plan(step)
         if planned is None or not planned.is_current:  # model.half() may have been called
             rows.look_at_types()
             rows.judge_half()
         if planned is None and record.needs_kernels:
-            refuse_own_step(optimizer, fused, _input_of(record))
+            refuse_own_step(optimizer, fused, _input_of(record, seen))
         if record.is_captured and record.backward_seen:
             self._refuse_half_a_capture()
         if planned is None:
@@ -379,7 +390,9 @@ class StepHook:
         )
         if has_shards:
             shards.mark_written(step.params)
-        record.rows.pairs.mark()
+            record.rows.pairs.mark()
+        else:
+            record.rows.pairs.bump()
 
     def _skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a step that changes nothing."""
@@ -513,9 +526,9 @@ class StepHook:
                     optimizer.state[param][name] = wide.to(param.device, copy=True)
 
 
-def _input_of(record: Record) -> StepInput:
-    """Return the input of the next step of the kernels, as of the last scan."""
-    columns, grads, are_plain = record.columns, record.taken_gradients(), True
+def _input_of(record: Record, grads: Sequence[Tensor | None] | None) -> StepInput:
+    """Return the input of the next step of the kernels, as of the last scan; `grads` is `Record.taken_gradients`."""
+    columns, are_plain = record.columns, True
     if grads is None:
         grads, accesses, _ = tensor_lists.gradients(columns.handle)
         # Where nothing has a gradient, parameters of a class with a `grad` of its own are asked for it.

@@ -159,9 +159,8 @@ class FP16_Optimizer(stash.ByGroup):  # noqa: N801 - apex's name
         self._look()
         if self.overflow:
             return -1
-        norm = clipping.clip_grad_norm_(
-            clipping.of_optimizer(self.param_groups, self._record), max_norm, norm_type, error_if_nonfinite=False
-        )
+        clipped, look = clipping.of_optimizer(self.param_groups, self._record), self._records.look_at_unseen
+        norm = clipping.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite=False, look=look)
         self._record.hand_out()  # so that gradients show it before the step
         return norm
 

@@ -41,7 +41,8 @@ struct Place {
   float* data() const { return base.mutable_data_ptr<float>() + offset; }
   at::Tensor laid_out_as(at::Tensor const& half) const {
     // The way through torch's dispatcher takes four times as long.
-    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(base.storage()), base.key_set(), base.dtype());
+    c10::Storage storage = base.storage();
+    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), base.key_set(), base.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(half.sizes(), half.strides(), offset);
     return made;
   }
@@ -81,7 +82,7 @@ class Slabs {
   int64_t end_ = 0, expected_ = 0;  // bytes
 };
 
-// True if nothing refers to a gradient but its parameter, the caller, and a Python object that nobody holds, and if it is
+// True if nothing refers to a gradient but its parameter, the caller, and a Python object that nobody holds, and it is
 // no view, and has no result of detach().
 bool is_unshared(at::Tensor const& grad) {
   c10::TensorImpl& impl = *grad.unsafeGetTensorImpl();
@@ -93,8 +94,8 @@ bool is_unshared(at::Tensor const& grad) {
   return uses == 2 || (uses == 3 && impl.pyobj_slot()->has_unique_reference());
 }
 
-// Makes a parameter's gradient a float32 one in `place`. Where nobody can tell, it stays the same tensor: to make another
-// one, and to free both, takes as long as all else that an exit does with many small ones.
+// Makes a parameter's gradient a float32 one in `place`. Where nobody can tell, it stays the same tensor: with many
+// small ones, to make others and to free both takes as long as all else that an exit does.
 void move(at::Tensor const& param, at::Tensor& grad, Place const& place) {
   if (is_unshared(grad)) {
     c10::TensorImpl& impl = *grad.unsafeGetTensorImpl();

@@ -10,7 +10,8 @@
 
 namespace amp_engine::cpu {
 
-constexpr int64_t kAhead = 8;  // a loop over many small tensors prefetches the data of the tensor that many places ahead
+// A loop over many small tensors prefetches the data of the tensor that is so many places ahead.
+constexpr int64_t kAhead = 8;
 
 // Calls body(tensor, chunk) for every chunk whose tensor takes part. A thread takes eight chunks in a row (1 MB of
 // float32) and then the next eight that are free, because on shared machines cores are not equally fast.

@@ -38,6 +38,7 @@ from amp_engine.optimizers.fused_step import release_fused_step
 from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.scaling.losses import Scaling
+from amp_engine.stepping import exact_state
 from amp_engine.stepping.arithmetic import is_zero
 from amp_engine.stepping.beside import Beside, Master, Remainder
 from amp_engine.stepping.exact import exact_of, exact_value
@@ -171,6 +172,8 @@ class Initialized:
                 self._cast_models.remove(gone)
         for model in models:
             self._requests[model] = request.without_objects()
+        for optimizer in optimizers:
+            exact_state.take(optimizer)
         if policy.master_weights or request.skips is not Skips.NEVER:
             look_at_strangers(self, Initialized._look_at_stranger)
         for wrapper, optimizer in request.wrappers.items():
@@ -345,12 +348,13 @@ class Initialized:
         for one in earlier:
             self._replace(one)
         state = chain.from_iterable(one.values() for one in optimizer.state.values() if isinstance(one, dict))
-        is_half = any(isinstance(value, Tensor) and is_low_precision(value) for value in state)
+        narrow = sum(isinstance(value, Tensor) and is_low_precision(value) for value in state)
         had_masters = any(next(exact_of(p), None) is not None for p in params)
         self._take_in(optimizer, request, {})
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
         beside = [one for one in record.columns.beside if one is not None]
+        is_half = exact_state.take(optimizer) < narrow and request.moment_dtype is torch.float32
         for line in report.later_optimizer(type(optimizer).__name__, len(beside), had_masters, is_half):
             self._reporter.say_once(line)
         return record

@@ -135,7 +135,7 @@ class TrainingState:
         Raises AmpStateError if two optimizers step one parameter: torch would save the state of the second alone; and
         for state under a key that is no parameter, which has no name.
         """
-        from torch.distributed.checkpoint.state_dict import get_state_dict  # slow to import
+        from torch.distributed.checkpoint import state_dict as torchs  # slow to import
 
         stepped = [id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]]
         if len(set(stepped)) < len(stepped):
@@ -151,7 +151,9 @@ class TrainingState:
                         "in the model.  Save optimizer.state_dict() in place of amp.training_state(model, optimizer), "
                         "or keep it in an attribute of the optimizer."
                     )
-        weights, state = get_state_dict(self._model, self._optimizers)
+        # First, as masters of an optimizer that was made after `initialize` begin with its step of zeros.
+        state = torchs.get_optimizer_state_dict(self._model, self._optimizers)
+        weights = torchs.get_model_state_dict(self._model)
         return {"model": weights, "optimizer": state, "amp": self._scalers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
-from amp_engine.stepping import shards
+from amp_engine.stepping import exact_state, shards
 from amp_engine.stepping.gradient_warnings import refuse_own_step
 from amp_engine.stepping.pending import Skip
 from amp_engine.stepping.record import Record
@@ -216,6 +216,7 @@ class StepHook:
         self._handles.append(optimizer.register_load_state_dict_pre_hook(self._before_load))
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
         self._handles.append(optimizer.register_state_dict_pre_hook(self._before_save))
+        self._handles.append(optimizer.register_state_dict_post_hook(self._after_save, prepend=True))
         for inner in inner_optimizers(optimizer).values():
             if takes_hooks(inner):
                 self._handles.append(inner.register_step_pre_hook(self._before_inner_step))
@@ -503,9 +504,15 @@ class StepHook:
     def _before_save(self, optimizer: Optimizer) -> None:
         self._record.settle()
 
+    def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        rows = self._record.rows
+        if rows.kind is not None and not rows.is_shown:
+            exact_state.add_to(state_dict, optimizer)
+
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._record.settle()
         self._record.rows.scan()
+        exact_state.leave_out(state_dict)
         self._incoming = state_dict
 
     def _after_load(self, optimizer: Optimizer) -> None:
@@ -520,10 +527,9 @@ class StepHook:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         beside = {id(one.param) for one in rows.columns.beside if one is not None}
         for index, param in zip(indices, own, strict=True):
-            for name, value in saved["state"].get(index, {}).items() if id(param) in beside else ():
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
-                    wide = value if value.dtype is torch.float64 else value.to(torch.float32)
-                    optimizer.state[param][name] = wide.to(param.device, copy=True)
+            for name, value in exact_state.floating(saved["state"].get(index, {})) if id(param) in beside else ():
+                wide = value if value.dtype is torch.float64 else value.to(torch.float32)
+                optimizer.state[param][name] = wide.to(param.device, copy=True)
 
 
 def _input_of(record: Record, grads: Sequence[Tensor | None] | None) -> StepInput:

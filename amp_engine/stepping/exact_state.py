@@ -1,0 +1,67 @@
+"""Optimizer state of half parameters in FP32, past torch's `load_state_dict`, which rounds it to their type.
+
+An optimizer that is made after `initialize` has no hook of ours yet when its state is loaded. So each saved group has
+the exact state in an attribute of its dictionary, as `model.state_dict()` has `_metadata`: the same tensors, which
+torch.save writes once. torch's load copies groups with it; who reads or writes a group by its keys does not meet it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_engine.ground.dtypes import is_low_precision
+
+# Of a group: for each of its parameters {name: exact state}.
+_ATTRIBUTE = "_amp_engine_exact"
+
+
+def floating(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the entries of one parameter's state that torch casts to the parameter's type at a load."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+            yield name, value
+
+
+def add_to(state_dict: dict[str, Any], optimizer: Optimizer) -> None:
+    """Add the exact state of half parameters to a new result of `optimizer.state_dict()`."""
+    groups: list[dict[str, Any]] = state_dict["param_groups"]
+    for place, own in enumerate(optimizer.param_groups):
+        exact = [
+            {name: value for name, value in floating(optimizer.state.get(p, {})) if not is_low_precision(value)}
+            if is_low_precision(p)
+            else {}
+            for p in own["params"]
+        ]
+        if any(exact):
+            groups[place] = OrderedDict(groups[place])
+            vars(groups[place])[_ATTRIBUTE] = exact
+
+
+def leave_out(state_dict: dict[str, Any]) -> None:
+    """Remove exact state from a state dictionary, without a change to its groups, which are the caller's."""
+    state_dict["param_groups"] = [dict(group) for group in state_dict["param_groups"]]
+
+
+def take(optimizer: Optimizer) -> int:
+    """Put exact state from the groups in the place of its rounded values; what was written since stays as it is.
+
+    Returns how many tensors are exact now. Waits for the device where there are any.
+    """
+    taken = 0
+    for group in optimizer.param_groups:
+        exact = vars(group).pop(_ATTRIBUTE, ()) if isinstance(group, OrderedDict) else ()
+        for p, saved in zip(group["params"], exact):  # noqa: B905 - parameters may have joined the group
+            state = optimizer.state.get(p, {})
+            for name, value in saved.items() if is_low_precision(p) else ():
+                rounded = value.to(p.device, p.dtype)
+                now = state.get(name)
+                if isinstance(now, Tensor) and now.shape == rounded.shape and torch.equal(rounded, now.to(rounded)):
+                    state[name] = value.to(p.device)
+                    taken += 1
+    return taken

@@ -25,6 +25,7 @@ from amp_engine.ground.tools import tool
 from amp_engine.initialization.arguments import check_has_groups, refuse_around_masters
 from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
+from amp_engine.initialization.loaded_on_ranks import agree
 from amp_engine.initialization.request import Request
 from amp_engine.initialization.sharded_since import refusal_of_replaced, refuse_sharded_since
 from amp_engine.initialization.state_dict import hold_loaded_no_longer
@@ -345,12 +346,14 @@ class Initialized:
         earlier = [one for one in earlier if not ids.isdisjoint(one.param_ids())]
         if not self._are_unscaled:
             _refuse_gradients(optimizer, [p for p in params if not any(id(p) in one.param_ids() for one in earlier)])
+        held = agree(params) if request.policy.master_weights else []
         for one in earlier:
             self._replace(one)
         state = chain.from_iterable(one.values() for one in optimizer.state.values() if isinstance(one, dict))
         narrow = sum(isinstance(value, Tensor) and is_low_precision(value) for value in state)
         had_masters = any(next(exact_of(p), None) is not None for p in params)
         self._take_in(optimizer, request, {})
+        del held  # the rows have it
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
         beside = [one for one in record.columns.beside if one is not None]

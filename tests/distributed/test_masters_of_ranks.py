@@ -156,6 +156,34 @@ def test_an_optimizer_that_replaces_another_one_goes_on_from_its_masters() -> No
     assert "fully_shard has made shards of this" in ours["sharded since"]
 
 
+def loaded_before(rank: int) -> dict[str, Any]:
+    """FP32 weights that are loaded before the wrapper is made, as by a Trainer, on all ranks or on the first."""
+    results: dict[str, Any] = {}
+    for split in (True, "split"):
+        for loads in ("all", "first", "none"):
+            model = MLP.model(rank).to(torch.bfloat16)
+            amp.initialize(model, opt_level="O5", master_weights=split, verbosity=0)
+            if loads == "all" or (loads == "first" and rank == 0):
+                model.load_state_dict(MLP.model(7).state_dict())
+            ddp = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            MLP.loss(ddp, MLP.batch(rank)).backward()
+            optimizer.step()
+            results[f"{split} {loads}"] = [m.clone().detach() for _, m in amp.named_masters(model)]
+            amp.close()
+            del ddp
+    return results
+
+
+def test_weights_that_were_loaded_before_the_wrapper_was_made_stay_exact() -> None:
+    loaded = [p.detach() for p in MLP.model(7).parameters()]
+    for results in on_ranks(loaded_before, 2):
+        for split in ("True", "split"):
+            assert_bitwise(results[f"{split} all"], loaded)
+            assert_bitwise(results[f"{split} first"], loaded)
+            assert_bitwise(results[f"{split} none"], [p.bfloat16().float() for p in MLP.model(0).parameters()])
+
+
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_masters_of_a_single_rank_start_from_the_exact_weights(one_process_group: None, level: str) -> None:
     """As under `torchrun --nproc-per-node 1`."""

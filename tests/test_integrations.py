@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from amp_engine import amp
+from tests.support import assert_bitwise
 
 ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in (ROOT / "amp_engine" / "integrations").glob("*.py")}
@@ -59,6 +60,19 @@ def test_the_plugin_for_lightning_initializes_the_module_whose_parts_are_called(
     for part in (module.head, module.blocks[0]):
         assert part.weight.dtype is torch.float16
         part(torch.ones(1, 4))  # FP32, as a batch that training_step is given
+
+
+def test_the_plugin_for_lightning_loads_weights_into_the_masters_that_it_made(over):
+    """Lightning loads them before it connects the plugin."""
+    stand_ins = {name: {"Precision": object} for name in ("lightning.fabric.plugins", "lightning.pytorch.plugins")}
+    plugin = over("lightning", stand_ins).AmpPrecision("O5", verbosity=0)
+    module, saved = nn.Linear(4, 4).to(torch.bfloat16), dict(nn.Linear(4, 4).state_dict())
+    module.load_state_dict(saved)
+    plugin.connect(module, [torch.optim.SGD(module.parameters(), lr=0.1)], [])
+    plugin.on_load_checkpoint({"state_dict": saved})
+    assert_bitwise(dict(module.state_dict()), saved)
+    plugin.teardown()
+    plugin.on_load_checkpoint({"state_dict": {}})
 
 
 class Trains:

@@ -57,6 +57,7 @@ class AmpPrecision(_WithScaler, Precision):
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
         super().__init__()
         self._options = {"opt_level": opt_level, **options}
+        self._module: nn.Module | None = None
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         """Initialize the model and the optimizers; see Lightning."""
@@ -64,7 +65,13 @@ class AmpPrecision(_WithScaler, Precision):
             # Lightning wraps the model before it makes optimizers.
             with amp.rewrap(model) if isinstance(model, DistributedDataParallel) else nullcontext(model) as module:
                 amp.initialize(module, optimizers, **self._options)
+                self._module = module
         return model, optimizers, lr_schedulers
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load weights, which Lightning has loaded into half ones, once more into their masters; see Lightning."""
+        if self._module is not None:
+            self._module.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def optimizer_step(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, then step, or skip; see Lightning."""
@@ -78,7 +85,7 @@ class AmpPrecision(_WithScaler, Precision):
     def teardown(self) -> None:
         """Close amp, which gives the model its own types again."""
         self.scaler.update()  # leaves a `scale_loss` that an error in a backward left open
-        self._last = self.state_dict()
+        self._last, self._module = self.state_dict(), None
         amp.close()
 
 

@@ -56,12 +56,12 @@ def take(optimizer: Optimizer) -> int:
     taken = 0
     for group in optimizer.param_groups:
         exact = vars(group).pop(_ATTRIBUTE, ()) if isinstance(group, OrderedDict) else ()
-        for p, saved in zip(group["params"], exact):  # noqa: B905 - parameters may have joined the group
+        for p, saved in zip(group["params"], exact, strict=False):  # parameters may have joined the group
             state = optimizer.state.get(p, {})
             for name, value in saved.items() if is_low_precision(p) else ():
                 rounded = value.to(p.device, p.dtype)
                 now = state.get(name)
-                if isinstance(now, Tensor) and now.shape == rounded.shape and torch.equal(rounded, now.to(rounded)):
+                if isinstance(now, Tensor) and torch.equal(rounded, now.to(rounded)):
                     state[name] = value.to(p.device)
                     taken += 1
     return taken

@@ -90,9 +90,9 @@ class NextCharacter(nn.Module):
         return torch.optim.AdamW(self.parameters(), lr=self.RATE)
 
 
-def next_characters(batches: int, size: int = 32) -> TensorDataset:
-    """Contexts and the characters behind them."""
-    windows = text_windows(batches * size, NextCharacter.CONTEXT + 1)
+def next_characters(batches: int, size: int = 32, first: int = 0) -> TensorDataset:
+    """Contexts and the characters behind them, from the batch `first` on."""
+    windows = text_windows(batches * size, NextCharacter.CONTEXT + 1)[first * size :]
     return TensorDataset(windows[:, :-1], windows[:, -1])
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 import torchvision_operators  # noqa: F401  (before diffusers, which imports torchvision)
 from accelerate import Accelerator
-from common import LONG, arguments, in_bfloat16, report
+from common import LONG, SAVED_AT, arguments, in_bfloat16, report
 from diffusers import UNet2DModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
@@ -28,6 +28,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=4, num_training_steps=2 * LONG)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.register_for_checkpointing(average)
+    first = 0
+    if options.resume:
+        accelerator.load_state(str(options.resume / "state"))
+        first = SAVED_AT * ACCUMULATE
     noised = Noised()
     losses = []
 
@@ -37,7 +42,7 @@ def main() -> None:
         losses.append(loss.item())
         return loss
 
-    for index in range(LONG * ACCUMULATE):
+    for index in range(first, LONG * ACCUMULATE):
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(index))
             if accelerator.sync_gradients:
@@ -47,6 +52,8 @@ def main() -> None:
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             average.step(amp.master_params(optimizer))
+        if index + 1 == SAVED_AT * ACCUMULATE:
+            accelerator.save_state(str(options.out / "state"))
     average.copy_to(model.parameters())
     with torch.no_grad():  # the losses of the average
         for index in range(8):

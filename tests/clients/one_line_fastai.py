@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 import torchvision_operators  # noqa: F401  (before fastai, which imports torchvision)
-from common import LONG, NextCharacter, arguments, cross_entropy, next_characters, report
+from common import LONG, SAVED_AT, NextCharacter, arguments, cross_entropy, next_characters, report
 from fastai import __version__
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
@@ -16,7 +16,7 @@ from amp_engine import amp
 
 
 class Records(Callback):
-    """Initializes, and lists the losses."""
+    """Initializes, lists the losses, and saves."""
 
     def __init__(self, initializes: bool) -> None:
         self.initializes = initializes
@@ -29,6 +29,8 @@ class Records(Callback):
     def after_batch(self):
         if self.training:
             self.losses.append(self.loss.item())
+            if len(self.losses) == SAVED_AT:
+                self.learn.save("half")
 
 
 def main() -> None:
@@ -37,7 +39,8 @@ def main() -> None:
     if options.variant == "later" and options.level != "O0":
         amp.initialize(model, opt_level=options.level)
     records = Records(options.level == "O5" and not options.variant)
-    data = DataLoaders(DataLoader(next_characters(LONG), bs=32), DataLoader(next_characters(1), bs=32))
+    batches = next_characters(LONG, first=SAVED_AT if options.resume else 0)
+    data = DataLoaders(DataLoader(batches, bs=32), DataLoader(next_characters(1), bs=32))
     learner = Learner(
         data,
         model,
@@ -47,7 +50,10 @@ def main() -> None:
         wd=0.01,
         cbs=[records],
         default_cbs=True,
+        path=options.out,
     )
+    if options.resume:
+        learner.load(options.resume / learner.model_dir / "half")
     learner.fit(1)
     report(version=__version__, losses=records.losses)
 

@@ -1,8 +1,9 @@
 """A model in bfloat16 through ignite's supervised trainer."""
 
 import ignite
-from common import LONG, NextCharacter, arguments, cross_entropy, next_characters, report
+from common import LONG, SAVED_AT, NextCharacter, arguments, cross_entropy, next_characters, report
 from ignite.engine import Events, create_supervised_trainer
+from ignite.handlers import Checkpoint
 from torch.utils.data import DataLoader
 
 from amp_engine import amp
@@ -19,7 +20,12 @@ def main() -> None:
     trainer = create_supervised_trainer(model, optimizer, cross_entropy)
     losses: list[float] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
-    trainer.run(DataLoader(next_characters(LONG), 32))
+    objects = {"trainer": trainer, "model": model, "optimizer": optimizer}
+    saves = Checkpoint(objects, str(options.out), filename_pattern="half.pt")
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=SAVED_AT), saves)
+    if options.resume:
+        Checkpoint.load_objects(objects, str(options.resume / "half.pt"))
+    trainer.run(DataLoader(next_characters(LONG, first=trainer.state.iteration), 32))
     report(version=ignite.__version__, losses=losses)
 
 

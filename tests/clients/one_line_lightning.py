@@ -49,7 +49,7 @@ class Module(LightningModule):
         return self.optimizer
 
 
-def by_fabric(level: str, variant: str) -> list[float]:
+def by_fabric(level: str, variant: str, out, resume) -> list[float]:
     fabric = Fabric(accelerator="cpu", devices=1)
     model = NextCharacter(level)
     if variant == "fabric_later" and level != "O0":
@@ -60,21 +60,27 @@ def by_fabric(level: str, variant: str) -> list[float]:
     model, optimizer = fabric.setup(model, optimizer)
     if level == "O5" and variant == "fabric_prepared":
         amp.initialize(model.module, optimizer, opt_level="O5")
+    state, first = {"model": model, "optimizer": optimizer}, 0
+    if resume:
+        fabric.load(resume / "half.ckpt", state)
+        first = SAVED_AT
     losses = []
-    for context, target in fabric.setup_dataloaders(DataLoader(next_characters(LONG), 32)):
+    for context, target in fabric.setup_dataloaders(DataLoader(next_characters(LONG, first=first), 32)):
         loss = cross_entropy(model(context), target)
         losses.append(loss.item())
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if len(losses) == SAVED_AT:
+            fabric.save(out / "half.ckpt", state)
     return losses
 
 
 def main() -> None:
     options = arguments(__doc__)
     if options.variant.startswith("fabric"):
-        losses = by_fabric(options.level, options.variant)
+        losses = by_fabric(options.level, options.variant, options.out, options.resume)
         report(version=__version__, losses=losses)
         return
     manual = options.variant.startswith("manual")

@@ -2,7 +2,7 @@
 
 import skorch
 import torch
-from common import LONG, NextCharacter, arguments, next_characters, report
+from common import LONG, SAVED_AT, NextCharacter, arguments, next_characters, report
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 
@@ -17,10 +17,10 @@ class CrossEntropy(torch.nn.CrossEntropyLoss):
 
 
 class Records(Callback):
-    """Initializes, and lists the losses."""
+    """Initializes, lists the losses, and saves."""
 
-    def __init__(self, initializes: bool) -> None:
-        self.initializes = initializes
+    def __init__(self, initializes: bool, out) -> None:
+        self.initializes, self.out = initializes, out
         self.losses: list[float] = []
 
     def on_train_begin(self, net, **kwargs):
@@ -29,6 +29,12 @@ class Records(Callback):
 
     def on_batch_end(self, net, loss, training, **kwargs):
         self.losses.append(loss.item())
+        if len(self.losses) == SAVED_AT:
+            net.save_params(**files(self.out))
+
+
+def files(folder) -> dict[str, str]:
+    return {"f_params": str(folder / "model.pt"), "f_optimizer": str(folder / "optimizer.pt")}
 
 
 def main() -> None:
@@ -36,7 +42,7 @@ def main() -> None:
     model = NextCharacter(options.level)
     if options.variant == "later" and options.level != "O0":
         amp.initialize(model, opt_level=options.level)
-    records = Records(options.level == "O5" and not options.variant)
+    records = Records(options.level == "O5" and not options.variant, options.out)
     net = NeuralNet(
         model,
         criterion=CrossEntropy,
@@ -48,7 +54,10 @@ def main() -> None:
         callbacks=[records],
         verbose=0,
     )
-    net.fit(next_characters(LONG), y=None)
+    net.initialize()
+    if options.resume:
+        net.load_params(**files(options.resume))
+    net.partial_fit(next_characters(LONG, first=SAVED_AT if options.resume else 0), y=None)
     report(version=skorch.__version__, losses=records.losses)
 
 

@@ -2,11 +2,11 @@
 
 import torch
 import torchvision_operators  # noqa: F401  (before timm, which imports torchvision)
-from common import LONG, arguments, cross_entropy, in_bfloat16, report
+from common import LONG, SAVED_AT, arguments, cross_entropy, in_bfloat16, report
 from timm import __version__
-from timm.models import model_parameters
+from timm.models import load_checkpoint, model_parameters, resume_checkpoint
 from timm.optim import create_optimizer_v2
-from timm.utils import ModelEmaV2
+from timm.utils import CheckpointSaver, ModelEmaV2
 from timm.utils.clip_grad import dispatch_clip_grad
 from timm_scaler import ACCUMULATE, data, drawn, new_model
 
@@ -27,10 +27,16 @@ def main() -> None:
         average.float()
         amp.initialize(model, opt_level=options.level)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=RATE, weight_decay=0.05)
+    saver = CheckpointSaver(model, optimizer, model_ema=average, checkpoint_dir=str(options.out), max_history=1)
+    first = 0
+    if options.resume:
+        path = str(options.resume / "last.pth.tar")
+        first = resume_checkpoint(model, path, optimizer=optimizer)
+        load_checkpoint(average.module, path, use_ema=True)
     images, labels = data()
     model.train()
     losses = []
-    for step in range(LONG):
+    for step in range(first, LONG):
         for micro in range(ACCUMULATE):
             image, label = drawn(images.to(dtype), labels, step * ACCUMULATE + micro)
             loss = cross_entropy(model(image), label)
@@ -40,6 +46,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         average.update(model)
+        if step + 1 == SAVED_AT:
+            saver.save_checkpoint(step)  # of epochs: here each has one step
     with torch.no_grad():  # the losses of the average
         for seed in range(8):
             image, label = drawn(images, labels, seed)

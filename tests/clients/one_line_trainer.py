@@ -3,7 +3,19 @@
 import torch
 import torchvision_operators  # noqa: F401  (before transformers, which imports torchvision)
 import transformers
-from common import CHARACTERS, LONG, OVERFLOWS_AT, SAVED_AT, arguments, in_bfloat16, overflow, report, text_windows
+from common import (
+    CHARACTERS,
+    LONG,
+    OVERFLOWS_AT,
+    SAVED_AT,
+    WORLD_SIZE,
+    arguments,
+    check_ranks_agree,
+    in_bfloat16,
+    overflow,
+    report,
+    text_windows,
+)
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from amp_engine import amp
@@ -62,7 +74,7 @@ def main() -> None:
         max_steps=LONG,
         save_steps=SAVED_AT,
         logging_steps=SAVED_AT,
-        eval_strategy="steps" if options.variant == "later" else "no",
+        eval_strategy="steps" if options.variant.endswith("later") else "no",
         eval_steps=OVERFLOWS_AT,
         disable_tqdm=True,
         report_to=[],
@@ -74,7 +86,7 @@ def main() -> None:
         kind = Creates
     elif options.level == "O5" and options.variant == "callback":
         callbacks = [Initializes()]
-    elif options.variant == "later":
+    elif options.variant.endswith("later"):
         callbacks = [Overflows(options.level)]
         if options.level != "O0":
             amp.initialize(model, opt_level=options.level)
@@ -84,17 +96,20 @@ def main() -> None:
             model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
         optimizers = (optimizer, None)
     losses: list[float] = []
-    evaluated: list[float] = []
-    model.register_forward_hook(
-        lambda module, inputs, output: (losses if module.training else evaluated).append(output.loss.item())
-    )
-    windows = text_windows(LONG * ACCUMULATE * BATCH, LENGTH)
+    model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss.item()))
+    windows = text_windows(LONG * ACCUMULATE * BATCH * WORLD_SIZE, LENGTH)
     data = [{"input_ids": window, "labels": window} for window in windows]
     trainer = kind(
-        model, training, train_dataset=data, eval_dataset=data[:BATCH], callbacks=callbacks, optimizers=optimizers
+        model,
+        training,
+        train_dataset=data,
+        eval_dataset=data[: BATCH * WORLD_SIZE],
+        callbacks=callbacks,
+        optimizers=optimizers,
     )
     trainer.train(resume_from_checkpoint=options.resume and str(options.resume / f"checkpoint-{SAVED_AT}"))
-    report(version=transformers.__version__, losses=evaluated + losses)
+    check_ranks_agree(model.state_dict().values())
+    report(version=transformers.__version__, losses=losses)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import torchvision_operators  # noqa: F401  (before trl, which imports torchvision)
 import trl
-from common import LONG, arguments, in_bfloat16, report
+from common import LONG, SAVED_AT, arguments, in_bfloat16, report
 from trl_trainers import KINDS, losses_of, new_model, new_trainer, options_of
 
 from amp_engine import amp
@@ -22,11 +22,12 @@ def main() -> None:
         learning_rate=rate,
         max_steps=LONG,
         lr_scheduler_type="constant",
-        save_strategy="no",
+        save_steps=SAVED_AT,
     )
     trainer = new_trainer(options.variant, KINDS[options.variant], model, reference, training)
-    trainer.train()
-    report(version=trl.__version__, losses=losses_of(trainer, options.variant))
+    trainer.train(resume_from_checkpoint=options.resume and str(options.resume / f"checkpoint-{SAVED_AT}"))
+    losses = losses_of(trainer, options.variant)[SAVED_AT if options.resume else 0 :]
+    report(version=trl.__version__, losses=losses)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ class Client:
         saves_scaler: whether its checkpoints hold amp's state.
         variants: other ways through it, for the program's `--variant`.
         levels: at which it is resumed and, with O0, at which the variants train; without any these train as it does.
+        resumes: the variants that are resumed at these levels, or at O5.
         drawn: variants whose losses depend on tokens that the model draws: at each level they have to learn.
         trained: the levels at which it trains without a variant.
         environment: of its requirements, if they are not of its own name.
@@ -85,6 +86,7 @@ class Client:
     drawn: tuple[str, ...] = ()
     trained: tuple[str, ...] = LEVELS
     environment: str = ""
+    resumes: tuple[str, ...] = ("",)
 
     @property
     def folder(self) -> Path:
@@ -105,16 +107,19 @@ def integrated(name: str, program: str, *variants: str, drawn: tuple[str, ...] =
 
 
 def one_line(name: str, *variants: str) -> Client:
-    """A client of one_line_*.py; those with other variants than later are resumed."""
+    """A client of one_line_*.py, whose variants that end with later are resumed; "" is where it has other variants."""
     program = f"one_line_{name}"
     levels = ("O5",) if variants else ()
-    return Client(program, f"{program}.py", False, ("later", *variants), levels, (), ("O0", "O5", PLAIN), "frameworks")
+    variants = ("later", *variants)
+    resumes = tuple(one for one in ("", *variants) if one.endswith("later") or (levels and not one))
+    return Client(program, f"{program}.py", False, variants, levels, (), ("O0", "O5", PLAIN), "frameworks", resumes)
 
 
-def later(name: str, *variants: str, drawn: tuple[str, ...] = ()) -> Client:
+def later(name: str, *variants: str, drawn: tuple[str, ...] = (), resumes: tuple[str, ...] = ("",)) -> Client:
     """A client of one_line_*.py whose optimizers are all made after the line."""
     program = f"one_line_{name}"
-    return Client(program, f"{program}.py", False, variants, (), drawn, (*LATER_LEVELS, PLAIN), "frameworks")
+    levels = (*LATER_LEVELS, PLAIN)
+    return Client(program, f"{program}.py", False, variants, (), drawn, levels, "frameworks", resumes)
 
 
 CLIENTS = (
@@ -133,7 +138,7 @@ CLIENTS = (
     integrated("trainer", "amp_trainer.py", "seq2seq", "ranks", "compile", "checkpointing"),
     integrated("trl", "trl_trainers.py", "dpo", "grpo", drawn=("grpo",)),
     one_line("accelerate", "prepared", "ranks", "ranks_prepared", "ranks_later"),
-    one_line("trainer", "create_optimizer", "callback"),
+    one_line("trainer", "create_optimizer", "callback", "ranks_later"),
     one_line(
         "lightning", "configure_optimizers", "manual", "manual_later", "fabric", "fabric_prepared", "fabric_later"
     ),
@@ -142,7 +147,7 @@ CLIENTS = (
     one_line("skorch"),
     one_line("fastai"),
     one_line("sentence"),
-    later("trl", "dpo", "grpo", drawn=("grpo",)),
+    later("trl", "dpo", "grpo", drawn=("grpo",), resumes=("", "dpo")),
     later("timm"),
     later("diffusers"),
 )
@@ -229,8 +234,9 @@ def all_runs(clients: Sequence[Client]) -> Iterator[Run]:
             levels = ("O0", *client.levels) if variant and client.levels else client.trained
             for level in LATER_LEVELS if variant.endswith("later") else levels:
                 yield Run(client, variant, level)
-        for level in client.levels:
-            yield Run(client, "", level, resumed=True)
+        for variant in client.resumes:
+            for level in client.levels or ("O5",):
+                yield Run(client, variant, level, resumed=True)
 
 
 def one_turn(runs: Sequence[Run], turn: int) -> list[Run]:

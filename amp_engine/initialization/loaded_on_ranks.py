@@ -33,9 +33,8 @@ def agree(params: Iterable[nn.Parameter]) -> list[Beside]:
         reduced = set(map(id, wrapper.module.parameters()))
         both = [(p, next((one for one in exact_of(p) if isinstance(one, Beside)), None)) for p in half]
         both = [(p, one) for p, one in both if id(p) in reduced and not (one is not None and one.is_owned())]
-        loaded = torch.tensor(
-            float(any(one is not None and one.owner is None for _, one in both)), device=half[0].device
-        )
+        has_loaded = any(one is not None and one.owner is None for _, one in both)
+        loaded = torch.full((), float(has_loaded), device=half[0].device)
         dist.all_reduce(loaded, dist.ReduceOp.MAX, group=group)
         for p, one in both if bool(loaded) else ():
             value = (p.detach().float() if one is None else one.value()).contiguous()

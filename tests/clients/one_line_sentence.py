@@ -2,7 +2,7 @@
 
 import torch
 import torchvision_operators  # noqa: F401  (before transformers, which imports torchvision)
-from common import LONG, SAVED_AT, arguments, report, text_windows
+from common import LONG, arguments, report, text_windows
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, __version__
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -69,7 +69,7 @@ def main() -> None:
             learning_rate=RATE,
             per_device_train_batch_size=BATCH,
             lr_scheduler_type="constant",
-            save_steps=SAVED_AT,
+            save_strategy="no",
             disable_tqdm=True,
             report_to=[],
             seed=0,
@@ -80,7 +80,7 @@ def main() -> None:
         loss=loss,
         optimizers=(optimizer, None),
     )
-    trainer.train(resume_from_checkpoint=options.resume and str(options.resume / f"checkpoint-{SAVED_AT}"))
+    trainer.train()
     report(version=__version__, losses=losses)
 
 

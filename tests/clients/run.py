@@ -106,12 +106,12 @@ def integrated(name: str, program: str, *variants: str, drawn: tuple[str, ...] =
     return Client(name, program, True, variants, DYNAMIC_LEVELS, drawn, environment="frameworks")
 
 
-def one_line(name: str, *variants: str) -> Client:
+def one_line(name: str, *variants: str, is_resumed: bool = True) -> Client:
     """A client of one_line_*.py, whose variants that end with later are resumed; "" is where it has other variants."""
     program = f"one_line_{name}"
     levels = ("O5",) if variants else ()
     variants = ("later", *variants)
-    resumes = tuple(one for one in ("", *variants) if one.endswith("later") or (levels and not one))
+    resumes = tuple(one for one in ("", *variants) if is_resumed and (one.endswith("later") or (levels and not one)))
     return Client(program, f"{program}.py", False, variants, levels, (), ("O0", "O5", PLAIN), "frameworks", resumes)
 
 
@@ -146,7 +146,8 @@ CLIENTS = (
     one_line("monai"),
     one_line("skorch"),
     one_line("fastai"),
-    one_line("sentence"),
+    # Its trainer reads a checkpoint's weights into a new model, in bfloat16.
+    one_line("sentence", is_resumed=False),
     later("trl", "dpo", "grpo", drawn=("grpo",), resumes=("", "dpo")),
     later("timm"),
     later("diffusers"),

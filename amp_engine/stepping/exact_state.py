@@ -1,8 +1,8 @@
 """Optimizer state of half parameters in FP32, past torch's `load_state_dict`, which rounds it to their type.
 
 An optimizer that is made after `initialize` has no hook of ours yet when its state is loaded. So each saved group has
-the exact state in an attribute of its dictionary, as `model.state_dict()` has `_metadata`: the same tensors, which
-torch.save writes once. torch's load copies groups with it; who reads or writes a group by its keys does not meet it.
+an empty dictionary more, with the exact state in an attribute, as `model.state_dict()` has `_metadata`: the same
+tensors, which torch.save writes once. torch's load copies groups with it, and who walks through them meets no tensor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from amp_engine.ground.dtypes import is_low_precision
 
-# Of a group: for each of its parameters {name: exact state}.
-_ATTRIBUTE = "_amp_engine_exact"
+_KEY = "amp_engine"  # of a group
+_ATTRIBUTE = "_exact"  # of the dictionary: for each parameter of the group {name: exact state}
 
 
 def floating(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -39,13 +39,15 @@ def add_to(state_dict: dict[str, Any], optimizer: Optimizer) -> None:
             for p in own["params"]
         ]
         if any(exact):
-            groups[place] = OrderedDict(groups[place])
-            vars(groups[place])[_ATTRIBUTE] = exact
+            carrier: OrderedDict[str, Any] = OrderedDict()  # has attributes, and torch.load(weights_only=True) takes it
+            vars(carrier)[_ATTRIBUTE] = exact
+            groups[place][_KEY] = carrier
 
 
 def leave_out(state_dict: dict[str, Any]) -> None:
     """Remove exact state from a state dictionary, without a change to its groups, which are the caller's."""
-    state_dict["param_groups"] = [dict(group) for group in state_dict["param_groups"]]
+    groups = state_dict["param_groups"]
+    state_dict["param_groups"] = [{key: value for key, value in one.items() if key != _KEY} for one in groups]
 
 
 def take(optimizer: Optimizer) -> int:
@@ -55,7 +57,7 @@ def take(optimizer: Optimizer) -> int:
     """
     taken = 0
     for group in optimizer.param_groups:
-        exact = vars(group).pop(_ATTRIBUTE, ()) if isinstance(group, OrderedDict) else ()
+        exact = getattr(group.pop(_KEY, None), _ATTRIBUTE, ())
         for p, saved in zip(group["params"], exact, strict=False):  # parameters may have joined the group
             state = optimizer.state.get(p, {})
             for name, value in saved.items() if is_low_precision(p) else ():

@@ -356,6 +356,7 @@ class Initialized:
         del held  # the rows have it
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
+        record.is_later = True
         beside = [one for one in record.columns.beside if one is not None]
         is_half = exact_state.take(optimizer) < narrow and request.moment_dtype is torch.float32
         for line in report.later_optimizer(type(optimizer).__name__, len(beside), had_masters, is_half):

@@ -118,6 +118,7 @@ class Record:
         delayed: the backward of gradients that `delay_unscale` left scaled; None unless the state is DELAYED.
         passed: the last backward at a scale of 1 whose gradients no check saw; None if there is none.
         needs_kernels: True if only the kernels can do its step (split masters, bfloat16 moments).
+        is_later: True if the optimizer was made after `initialize`.
         has_left: True if the last step may have been skipped, so that gradients are left which may not be finite.
         backward_seen: True if there was a backward since the last step.
     """
@@ -140,6 +141,7 @@ class Record:
         self.delayed: Backward | None = None
         self.passed: Backward | None = None
         self.needs_kernels = False
+        self.is_later = False
         self.has_left = False
         self.backward_seen = False
         self.is_captured = False  # True if a CUDA graph has a backward that left present gradients

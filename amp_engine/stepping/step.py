@@ -506,7 +506,7 @@ class StepHook:
 
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         rows = self._record.rows
-        if rows.kind is not None and not rows.is_shown:
+        if self._record.is_later and rows.kind is not None and not rows.is_shown:
             exact_state.add_to(state_dict, optimizer)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ class Engine:
         cast_model_type: torch.dtype | str | bool | None = None,
         patch_torch_functions: bool | None = None,
         keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | Literal["split"] | None = None,
+        master_weights: bool | Literal["split", "24bit"] | None = None,
         loss_scale: float | str | DynamicLossScale | None = None,
         cast_model_outputs: torch.dtype | str | None = None,
         num_losses: int = 1,
@@ -209,7 +209,8 @@ class Engine:
             keep_batchnorm_fp32: keep affine batch norms in FP32; the strings "True" and "False" are accepted too.
             master_weights: step FP32 copies of low-precision parameters, which lie beside the optimizer (at O1 and O4
                 of the parameters that are in half before the call); "split" (O5) stores only the 16 bits of each master
-                that its bfloat16 parameter lacks, which saves 2 bytes per parameter.
+                that its bfloat16 parameter lacks, which saves 2 bytes per parameter; "24bit" (O5) the upper 8 of these,
+                rounded stochastically, which saves 3.
             loss_scale: "dynamic"; a DynamicLossScale with numbers of your own; "auto", which follows the largest
                 gradient of the run; or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
@@ -224,7 +225,8 @@ class Engine:
             adopt_data_writes: without effect, since masters always follow what is written into parameters.
             process_group: the ranks that agree on overflows, if neither DistributedDataParallel nor DTensors determine
                 them: with FullyShardedDataParallel, ZeroRedundancyOptimizer or stages of a pipeline.
-            moment_dtype: torch.bfloat16 stores each of Adam's moments in 2 bytes, not 4, with stochastic rounding.
+            moment_dtype: torch.bfloat16 stores each moment of Adam, AdamW and SGD in 2 bytes, not 4; "8bit" in 1 byte
+                and a shared exponent for each 32 (docs/half_models.md); both with stochastic rounding.
             cast_inputs: False casts no floating inputs of a model at O2, O3 and O5; names of arguments are left alone,
                 such as ["timestep"].
             gradients: "half" leaves the half gradients of masters as a scaled backward made them until the step, which

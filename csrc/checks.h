@@ -41,6 +41,8 @@ inline Type type_of(at::ScalarType type) {
       return Type::float16;
     case at::kShort:
       return Type::remainder;
+    case at::kByte:
+      return Type::byte;
     default:
       return Type::bfloat16;
   }
@@ -65,7 +67,7 @@ inline void check_length(Named const& list, size_t n, char const* of) {
 }
 
 // The element types that a list may have.
-enum class Allowed { floats, floats_or_remainders, float32, float32_or_bfloat16 };
+enum class Allowed { floats, floats_or_remainders, float32, moments };
 
 inline bool is_allowed(Allowed allowed, at::ScalarType type) {
   switch (type) {
@@ -77,6 +79,8 @@ inline bool is_allowed(Allowed allowed, at::ScalarType type) {
       return allowed == Allowed::floats || allowed == Allowed::floats_or_remainders;
     case at::kShort:
       return allowed == Allowed::floats_or_remainders;
+    case at::kByte:
+      return allowed == Allowed::floats_or_remainders || allowed == Allowed::moments;
     default:
       return false;
   }
@@ -87,8 +91,9 @@ inline void check_tensors(Named const& list, at::Device device, Allowed allowed 
   for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
     TORCH_CHECK_VALUE(is_allowed(allowed, t.scalar_type()), list.at(i), " is ", text(t), ", but the type must be ",
                       allowed == Allowed::float32                ? "float32."
-                      : allowed == Allowed::float32_or_bfloat16  ? "float32 or bfloat16."
-                      : allowed == Allowed::floats_or_remainders ? "float32, float16, bfloat16, or int16 for remainders."
+                      : allowed == Allowed::moments              ? "float32, bfloat16, or uint8 for codes by blocks."
+                      : allowed == Allowed::floats_or_remainders ? "float32, float16, bfloat16, or int16 or uint8 for "
+                                                                   "remainders."
                                                                  : "float32, float16 or bfloat16.");
     TORCH_CHECK_VALUE(t.layout() == at::kStrided, list.at(i), " is a ", t.layout(),
                       " tensor, but only dense (strided) ones are allowed.");

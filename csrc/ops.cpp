@@ -222,6 +222,22 @@ void update_scale(ScaleTensors const& tensors) {
   bump_versions(written(tensors));
 }
 
+bool in_blocks(at::Tensor const& moment, at::Tensor const& weight) {
+  int64_t const n = weight.numel();
+  return moment.scalar_type() == at::kByte && moment.dim() == 1 && moment.numel() == n + blocks_of(n);
+}
+
+void check_moments(Named const& list, Named const& weights) {
+  for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
+    auto const& weight = weights.tensors[i];
+    bool const is_byte = t.scalar_type() == at::kByte;
+    TORCH_CHECK_VALUE(!weight || (is_byte ? in_blocks(t, *weight) : same_layout(t, *weight)), list.at(i), " is ", text(t),
+                      ", but ", weights.name, "[", i, "] is ", weight ? text(*weight) : "",
+                      is_byte ? ".  Its codes and the exponents of its blocks must be one flat tensor."
+                              : ".  Shapes and strides must be equal.");
+  });
+}
+
 // SGD without momentum has no buffer.
 template <class Update>
 bool reads_state1(Group const& group) {
@@ -254,11 +270,11 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
   TORCH_CHECK_VALUE(groups.size() == n, op, ": groups has ", groups.size(), " entries, but weights has ", n, ".");
   check_tensors(weight_list, device);
   check_tensors(copy_list, device, Allowed::floats_or_remainders);
-  bool const narrow_state = formula == Formula::adam;
-  check_tensors(list1, device, narrow_state ? Allowed::float32_or_bfloat16 : Allowed::float32);
-  check_tensors(list2, device, narrow_state ? Allowed::float32_or_bfloat16 : Allowed::float32);
+  bool const narrow_state = with_optimizer(formula, [](auto update) { return kNarrowState<decltype(update)>; });
+  check_tensors(list1, device, narrow_state ? Allowed::moments : Allowed::float32);
+  check_tensors(list2, device, narrow_state ? Allowed::moments : Allowed::float32);
   for (size_t t = 0; t < n; ++t) {
-    bool const is_split = copies_[t] && copies_[t]->scalar_type() == at::kShort;
+    bool const is_split = copies_[t] && is_remainder(type_of(*copies_[t]));
     TORCH_CHECK_VALUE(!is_split || !weights_[t] || weights_[t]->scalar_type() == at::kBFloat16, copy_list.at(t),
                       " is a remainder, which only bfloat16 weights have, but ", weight_list.at(t), " is ",
                       weights_[t] ? text(*weights_[t]) : "", ".");
@@ -266,8 +282,9 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
                       " is ", state1_[t] ? text(*state1_[t]) : "", ", and ", list2.at(t), " is ",
                       state2_[t] ? text(*state2_[t]) : "", ", but both moments must have one type.");
   }
-  for (Named const* list : {&copy_list, &list1, &list2}) {
-    check_same_layout(*list, weight_list);
+  check_same_layout(copy_list, weight_list);
+  for (Named const* list : {&list1, &list2}) {
+    check_moments(*list, weight_list);
   }
   check_vector(op, "steps", steps_, int64_t(n), at::kFloat, device);
   check_vector(op, "norms", norms_, int64_t(n), at::kFloat, device);
@@ -308,7 +325,8 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
               state1.type,
               streamed,
               adopts && weight.type == Type::float32 && copy.data && copy.type != Type::float32};
-    narrow_ |= row.copy_type == Type::remainder || row.state_type != Type::float32 || (formula == Formula::lamb && row.adopts);
+    narrow_ |= is_remainder(row.copy_type) || row.state_type != Type::float32 || (formula == Formula::lamb && row.adopts);
+    in_blocks_ |= row.state_type == Type::byte;
   }
   if (device.is_cpu()) {
     coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes);
@@ -338,7 +356,7 @@ bool StepTable::is_current() const {
   };
   // A weight that was transposed in place has the same address as before.
   auto const laid_out_alike = [](std::optional<at::Tensor> const& a, std::optional<at::Tensor> const& b) {
-    return !a || !b || same_layout(*a, *b);
+    return !a || !b || same_layout(*a, *b) || in_blocks(*b, *a);
   };
   for (size_t t = 0; t < lists_.rows.size(); ++t) {
     for (OptionalTensors const* list : {&weights_, &copies_, &state1_, &state2_}) {
@@ -407,6 +425,7 @@ void StepTable::step(OptionalTensors const& gradients, std::string const& scaled
   StepArgs args{};
   args.formula = formula_;
   args.narrow = narrow_;
+  args.in_blocks = in_blocks_;
   args.n_tensors = int64_t(n);
   args.n_chunks = int64_t(chunking_->chunks.size());
   args.control = {pointer<float>(inv_scale), pointer<float>(found_inf), pointer<float>(norm), max_norm};

@@ -86,8 +86,10 @@ class StepTable {
  public:
   // Each list has n entries. An entry is None if there is no such tensor.
   //   weights         masters (float32), or parameters (float32, float16 or bfloat16)
-  //   copies          low-precision parameters that the weights are rounded into; int16: remainders of bfloat16 weights
-  //   state1, state2  float32, for Adam also bfloat16: exp_avg | momentum_buffer | sum, and exp_avg_sq
+  //   copies          low-precision parameters that the weights are rounded into; remainders of bfloat16 weights: int16,
+  //                   or uint8, the upper half of these
+  //   state1, state2  float32, for Adam and SGD also bfloat16, or uint8 of math/blocks.h: exp_avg | momentum_buffer |
+  //                   sum, and exp_avg_sq
   //   groups          for each tensor, the index of its group of hyperparameters
   //   steps, norms    float32 [n]: numbers of steps taken; norms of NovoGrad
   //   adopts          true: elements of a copy that are not the float32 weight rounded replace those of the weight
@@ -136,7 +138,7 @@ class StepTable {
   void check_memory(char const* op, OptionalTensors const* gradients) const;
 
   Formula formula_;
-  bool narrow_ = false;
+  bool narrow_ = false, in_blocks_ = false;
   OptionalTensors weights_, copies_, state1_, state2_;
   at::Tensor steps_;
   std::optional<at::Tensor> norms_;

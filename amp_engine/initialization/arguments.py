@@ -26,10 +26,10 @@ from amp_engine.ground.distributed import (
     without_wrapper,
     wrappers_around,
 )
-from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks, is_low_precision
-from amp_engine.kernels import missing
+from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks, is_low_precision, parse_dtype
+from amp_engine.kernels import CODES, missing
 from amp_engine.levels.fsdp import check_shards
-from amp_engine.levels.policy import Policy
+from amp_engine.levels.policy import SPLIT, Policy
 from amp_engine.levels.scale_rule import DynamicLossScale
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.base import FusedOptimizer
@@ -56,7 +56,7 @@ class InitializeOptions(TypedDict, total=False):
     cast_model_type: torch.dtype | str | bool | None
     patch_torch_functions: bool | None
     keep_batchnorm_fp32: bool | str | None
-    master_weights: bool | Literal["split"] | None
+    master_weights: bool | Literal["split", "24bit"] | None
     loss_scale: float | str | DynamicLossScale | None
     cast_model_outputs: torch.dtype | str | None
     num_losses: int
@@ -301,15 +301,23 @@ def check_optimizers(
             )
 
 
+def as_moment_dtype(given: torch.dtype | str | None) -> torch.dtype:
+    """Return the type in which moments are kept; uint8 for "8bit"."""
+    if given is None:
+        return torch.float32
+    return CODES if given in ("8bit", CODES) else parse_dtype(given, "moment_dtype")
+
+
 def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch.dtype) -> None:
     """Raise AmpStateError or AmpValueError if the kernels cannot step with split masters or narrow moments."""
-    if moments not in (torch.float32, torch.bfloat16):
+    if moments not in (torch.float32, torch.bfloat16, CODES):
         raise AmpValueError(
-            f"moment_dtype={moments}, but moments are kept in torch.float32 or torch.bfloat16; float16 holds no second "
-            "moments below 6e-8.  Use one of the two."
+            f'moment_dtype={moments}, but moments are kept in torch.float32, torch.bfloat16 or "8bit"; float16 holds '
+            "no second moments below 6e-8.  Use one of the three."
         )
-    is_split, is_narrow = policy.master_weights == "split", moments is not torch.float32
-    asked = 'master_weights="split"' if is_split else f"moment_dtype={moments}"
+    is_split, is_narrow = policy.master_weights in SPLIT, moments is not torch.float32
+    in_words = '"8bit"' if moments is CODES else moments
+    asked = f'master_weights="{policy.master_weights}"' if is_split else f"moment_dtype={in_words}"
     for optimizer in optimizers if is_split or is_narrow else ():
         name, rule = type(optimizer).__name__, rule_of(optimizer)
         if rule is None or not all(rule.supports(group) for group in optimizer.param_groups):
@@ -317,8 +325,8 @@ def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch
                 f"{asked} was given with a {name}, which the kernels cannot step as it is set.  Use torch.optim's "
                 "AdamW, Adam (without amsgrad) or SGD, or a fused optimizer of this package."
             )
-        if is_narrow and rule.formula != "adam":
-            raise AmpStateError(f"{asked} was given with a {name}, but only Adam and AdamW keep narrow moments.")
+        if is_narrow and rule.formula not in ("adam", "sgd"):
+            raise AmpStateError(f"{asked} was given with a {name}, but only Adam, AdamW and SGD keep narrow moments.")
         is_half = policy.cast_model_type in LOW_PRECISION and not policy.master_weights
         if is_narrow and is_half and not isinstance(optimizer, FusedOptimizer):
             raise AmpStateError(

@@ -41,7 +41,7 @@ from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping import exact_state
 from amp_engine.stepping.arithmetic import is_zero
-from amp_engine.stepping.beside import Beside, Master, Remainder
+from amp_engine.stepping.beside import Beside, Master, Remainder, Remainder24
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.half_weights import warn_of_converted
 from amp_engine.stepping.overflow_messages import OverflowMessages
@@ -436,15 +436,15 @@ class Initialized:
         policy = request.policy
         # Shards are FP32 and need no masters.
         in_shards = steps_shards(optimizer)
-        is_split = policy.master_weights == "split"
+        split = {"split": Remainder, "24bit": Remainder24}.get(str(policy.master_weights))
         of_self = weakref.ref(self)
 
         def keep(gone: Sequence[Beside]) -> None:
             if (initialized := of_self()) is not None:
                 initialized._keep_with_models(gone)
 
-        if is_split:
-            rows = Rows(optimizer, Remainder, exact, keep_with_models=keep)
+        if split is not None:
+            rows = Rows(optimizer, split, exact, keep_with_models=keep)
         elif policy.master_weights and not in_shards:
             rows = Rows(optimizer, Master, exact, keep_with_models=keep)
         else:
@@ -469,7 +469,7 @@ class Initialized:
             record = Record(optimizer, rows, Pending(self.records.events), ranks, check, keeps_half)
             self.records.add(record)
             stash.put_on(optimizer, record, self.records, StepHook(record, self.records))
-            if is_split or request.moment_dtype is not torch.float32:
+            if split is not None or request.moment_dtype is not torch.float32:
                 record.require_kernels(request.moment_dtype)
         except BaseException:
             self._undo_take_in(optimizer)

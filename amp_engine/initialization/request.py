@@ -119,7 +119,7 @@ def checked(
     model_list = unwrapped
     arguments.check_unwrapped(changed, policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
-    moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
+    moments = arguments.as_moment_dtype(moments)
     _check_optimizers(stepping, policy, skips, process_group, moments)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
     arguments.check_wrappers(wrappers, bool(policy.master_weights))

@@ -5,7 +5,9 @@ from amp_engine.kernels.choice import has_native as has_native
 from amp_engine.kernels.choice import missing as missing
 from amp_engine.kernels.formulas import FORMULAS as FORMULAS
 from amp_engine.kernels.formulas import Formula as Formula
+from amp_engine.kernels.blocks import CODES as CODES
 from amp_engine.kernels.halves import REMAINDER as REMAINDER
+from amp_engine.kernels.halves import REMAINDERS as REMAINDERS
 from amp_engine.kernels.layout import FLOATS as FLOATS
 from amp_engine.kernels.layout import is_dense as is_dense
 from amp_engine.kernels.layout import is_lazy as is_lazy
@@ -25,7 +27,9 @@ from amp_engine.kernels.steps import step_table as step_table
 
 __all__ = [
     "FLOATS",
+    "CODES",
     "REMAINDER",
+    "REMAINDERS",
     "Checks",
     "FORMULAS",
     "Formula",

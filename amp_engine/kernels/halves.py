@@ -1,9 +1,12 @@
-"""Float32 weights as two 16-bit halves, in plain PyTorch; csrc/math/halves.h does the same in a step.
+"""Float32 weights as a bfloat16 and a remainder, in plain PyTorch; csrc/math/halves.h does the same in a step.
 
 A float32 is kept as the bfloat16 that it rounds to, ties to even, and the lower half of its bits. The two cannot hold
 all values: of the 65,537 values that round to an even bfloat16, two have the same lower half. So a tie below an even
 bfloat16 is first moved up by one unit in the last place of float32. This changes 32,640 of the 4.28e9 finite values;
 all others stay exact.
+
+A master of 24 bits is the nearest bfloat16, ties towards zero, and the upper 8 bits of the remainder. A step rounds it
+to 24 bits by chance, `split24` by itself to the nearest.
 """
 
 from __future__ import annotations
@@ -13,6 +16,11 @@ from torch import Tensor
 
 REMAINDER = torch.int16
 """The type that holds the bits of lower halves."""
+
+REMAINDER24 = torch.uint8
+"""The type that holds the remainders of masters of 24 bits."""
+
+REMAINDERS = (REMAINDER, REMAINDER24)
 
 _HALF = 0x8000
 _NAN = 0x7FC0
@@ -28,12 +36,22 @@ def split(value_f32: Tensor) -> tuple[Tensor, Tensor]:
     return _short(torch.where(nan, _NAN, high)).view(torch.bfloat16), _short(torch.where(nan, 0, low))
 
 
+def split24(value_f32: Tensor, noise: Tensor | int = 0x80) -> tuple[Tensor, Tensor]:
+    """Return (bfloat16, remainder of 8 bits) of a float32 tensor. `noise`: 8 bits, added below. No host sync."""
+    bits = value_f32.detach().view(torch.int32) + noise
+    nan = value_f32.isnan()
+    low = torch.where(nan, 0, bits >> 8 & 0xFF)
+    high = torch.where(nan, _NAN, (bits >> 16) + (low > 0x80).int())
+    return _short(high).view(torch.bfloat16), low.to(REMAINDER24)
+
+
 def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 tensor from which `split` made the two halves. No host sync.
+    """Return the float32 tensor from which `split` or `split24` made the two parts. No host sync.
 
     If `rounded` was written since `split`, the old remainder changes the result by less than half of bfloat16's unit.
     """
-    high, low = _long(rounded.detach().view(torch.int16)), _long(remainder)
+    high = _long(rounded.detach().view(torch.int16))
+    low = remainder.int() << 8 if remainder.dtype is REMAINDER24 else _long(remainder)
     was_rounded_up = low > _HALF
     is_lost = was_rounded_up & ((high & 0x7FFF) == 0)  # `split` rounds nothing up to 0
     low = torch.where(is_lost, 0, low)

@@ -15,6 +15,9 @@ from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, parse_dtype
 from amp_engine.levels.scale_rule import DynamicLossScale
 
+SPLIT = ("split", "24bit")
+"""Values of `master_weights` with which a bfloat16 parameter is a part of its master."""
+
 # Scales and their inverses are float32 on the device: the smallest normal number, and one over it.
 LOWEST_SCALE = torch.finfo(torch.float32).tiny
 HIGHEST_SCALE = 1.0 / LOWEST_SCALE
@@ -45,7 +48,7 @@ class Policy:
     cast_model_type: torch.dtype | Literal[False] | None = None
     patch_torch_functions: bool = False
     keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | Literal["split"] | None = None
+    master_weights: bool | Literal["split", "24bit"] | None = None
     loss_scale: LossScale = 1.0
     patch_torch_functions_type: torch.dtype | None = None
 
@@ -66,9 +69,10 @@ class Policy:
             given["cast_model_type"] = parse_dtype(given["cast_model_type"], "cast_model_type")
         if "keep_batchnorm_fp32" in given and self.opt_level not in _FUNCTION_CASTING_LEVELS:
             given["keep_batchnorm_fp32"] = _parse_bool(given["keep_batchnorm_fp32"], "keep_batchnorm_fp32")
-        if isinstance(given.get("master_weights"), str) and given["master_weights"] != "split":
+        if isinstance(given.get("master_weights"), str) and given["master_weights"] not in SPLIT:
             raise AmpValueError(
-                f'master_weights={given["master_weights"]!r} is none of True, False and "split".  Use one of them.'
+                f'master_weights={given["master_weights"]!r} is none of True, False, "split" and "24bit".  Use one of '
+                "them."
             )
         if "loss_scale" in given:
             given["loss_scale"] = parse_loss_scale(given["loss_scale"])
@@ -109,10 +113,11 @@ class Policy:
                 f"With opt_level {level}, batchnorm functions are automatically patched to run in FP32, so "
                 f"keep_batchnorm_fp32 should be None. keep_batchnorm_fp32 was {self.keep_batchnorm_fp32}"
             )
-        if self.master_weights == "split" and not casts_functions and self.cast_model_type is not torch.bfloat16:
+        if self.master_weights in SPLIT and not casts_functions and self.cast_model_type is not torch.bfloat16:
             yield (
-                f'master_weights="split" was given with {level}, whose model is {_in_words(self.cast_model_type)}: a '
-                "bfloat16 parameter and 16 bits make up a float32, a float16 one has too short an exponent for it, and "
+                f'master_weights="{self.master_weights}" was given with {level}, whose model is '
+                f"{_in_words(self.cast_model_type)}: a bfloat16 parameter and 16 bits make up a float32, with 8 bits "
+                "one of 24 bits, a float16 one has too short an exponent for it, and "
                 'float32 has nothing to split.  Use opt_level="O5" with it.'
             )
         if casts_functions and self.master_weights not in (None, True):

@@ -108,11 +108,11 @@ class FusedStep:
 
     @property
     def moment_dtype(self) -> torch.dtype:
-        """The type in which moments are kept: float32 or bfloat16."""
+        """The type in which moments are kept: float32, bfloat16, or uint8 in blocks."""
         return self._form.dtype
 
     def keep_moments_in(self, dtype: torch.dtype) -> None:
-        """Keep moments in `dtype`, float32 or bfloat16, from the next step on."""
+        """Keep moments in `dtype`, float32, bfloat16 or uint8, from the next step on."""
         self._form.dtype = dtype
 
     def plan(self, step: StepInput) -> StepInput | None:
@@ -178,8 +178,9 @@ class FusedStep:
 
     def widen_moments(self) -> None:
         """Keep moments in float32 from now on."""
-        for state in self._live_optimizer().state.values() if self._form.dtype is not torch.float32 else ():
-            state.update((name, state[name].float()) for name in self._form.moments if state.get(name) is not None)
+        for p, state in self._live_optimizer().state.items() if self._form.dtype is not torch.float32 else ():
+            held = [(name, state[name]) for name in self._form.moments if state.get(name) is not None]
+            state.update((name, self._form.wide(name, value, p).float()) for name, value in held)
         self._form.dtype = torch.float32
 
     def forget(self) -> None:
@@ -231,7 +232,7 @@ class FusedStep:
         for i, (p, w, g, c, group) in enumerate(rows):
             if is_sharded(w):
                 return f"parameter {i} is a {type(w).__name__}, which wraps other tensors"
-            is_split = c is not None and c.dtype is kernels.REMAINDER
+            is_split = c is not None and c.dtype in kernels.REMAINDERS
             if (w.dtype not in dtypes and not is_split) or not kernels.is_dense(w) or kernels.is_lazy(w):
                 return f"parameter {i} is of another type, or has gaps in memory"
             if g is not None and not (step.are_plain or _is_plain(g)):

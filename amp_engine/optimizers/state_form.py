@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
+from amp_engine.kernels import blocks
 from amp_engine.ground.distributed import is_sharded, local_of
 from amp_engine.optimizers.rules import TORCH_RULES, Rule
 
@@ -21,7 +22,7 @@ class StateForm:
     Attributes:
         moments: names of the state tensors that have their weights' shapes.
         is_ours: True if the class is one of this package's own.
-        dtype: type of the moments: float32, or bfloat16 for Adam's.
+        dtype: type of the moments: float32; for Adam and SGD also bfloat16, or uint8 for moments in blocks.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -41,6 +42,8 @@ class StateForm:
                 continue
             is_shard = isinstance(value, Tensor) and is_sharded(value)
             value = local_of(value) if is_shard else value
+            if isinstance(value, Tensor) and blocks.is_in_blocks(value, weight) and value.device == weight.device:
+                continue
             if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape != weight.shape:
                 return f"has a {name} that is no dense tensor of that shape"
             if value.device != weight.device:
@@ -88,7 +91,7 @@ class StateForm:
             state["step"] = torch.tensor(0.0, device="cpu")
         for name in self.moments if rule.needs_state1(group) else self.moments[1:]:
             if state.get(name) is None:
-                state[name] = torch.zeros_like(weight, dtype=self.dtype, memory_format=torch.preserve_format)
+                state[name] = self._zeros(weight)
         if rule.keeps_norm and state.get(NORM) is None:
             state[NORM] = torch.zeros((), device="cpu")
 
@@ -96,8 +99,27 @@ class StateForm:
         """Bring the moments into `dtype` and the weight's order in memory: those of a checkpoint may differ."""
         for name in self.moments:
             value = state.get(name)
-            if value is not None and not self.fits(local_of(value), weight):
-                state[name] = torch.empty_like(weight, dtype=self.dtype).copy_(value.detach())
+            if value is None or self.fits(local_of(value), weight):
+                continue
+            if self.dtype is not blocks.CODES:
+                state[name] = self._zeros(weight).copy_(self.wide(name, value.detach(), weight))
+            elif blocks.is_in_blocks(value, weight):
+                state[name] = value.to(blocks.CODES)
+            else:
+                value_f32 = torch.empty_like(weight, dtype=torch.float32, requires_grad=False).copy_(value.detach())
+                state[name] = blocks.in_blocks(value_f32, self._code(name))
+
+    def wide(self, name: str, value: Tensor, weight: Tensor) -> Tensor:
+        """Return a moment of `weight` as it is, or in float32 if it is in blocks."""
+        return blocks.from_blocks(value, self._code(name), weight) if blocks.is_in_blocks(value, weight) else value
+
+    def _code(self, name: str) -> Any:
+        return blocks.SIGNED if name == self._rule.state1 else blocks.UNSIGNED
+
+    def _zeros(self, weight: Tensor) -> Tensor:
+        if self.dtype is blocks.CODES:
+            return torch.zeros(blocks.size_in_blocks(weight.numel()), dtype=blocks.CODES, device=weight.device)
+        return torch.zeros_like(weight, dtype=self.dtype, memory_format=torch.preserve_format, requires_grad=False)
 
     def kept(self, value: Tensor | None, weight: Tensor) -> Tensor | None:
         """Return the moment, or this rank's part of it; None if it is missing or its layout must change."""
@@ -106,6 +128,8 @@ class StateForm:
 
     def fits(self, value: Tensor | None, weight: Tensor) -> bool:
         """True if a moment has the type `dtype`, and its weight's order in memory."""
+        if self.dtype is blocks.CODES:
+            return value is not None and value.dtype is blocks.CODES and blocks.is_in_blocks(value, weight)
         return (
             value is not None
             and value.dtype == self.dtype

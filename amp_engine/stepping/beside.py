@@ -175,7 +175,7 @@ class Master(Beside):
 
 
 class Remainder(Beside):
-    """The lower half of one parameter's master: the parameter itself is the upper half.
+    """The lower half of one parameter's master, or of 24 bits of it: the parameter itself is the upper half.
 
     After a write that moved its version a parameter is the master. After one through `.data`, which moves no version,
     the master still rounds to the parameter.
@@ -188,11 +188,12 @@ class Remainder(Beside):
     """
 
     __slots__ = ("bits",)
+    dtype = halves.REMAINDER
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor | None) -> None:
         _check_can_split(param)
         super().__init__(param)
-        self.bits = torch.zeros_like(param, dtype=halves.REMAINDER, requires_grad=False)
+        self.bits = torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
         self._pairs, self._place = Pairs([param], []), 0
         if value_f32 is not None:
             self._split(value_f32)
@@ -224,7 +225,10 @@ class Remainder(Beside):
     def _split(self, value_f32: Tensor) -> None:
         laid_out = torch.empty_like(self.param, dtype=torch.float32, requires_grad=False).copy_(value_f32)
         self._renew()
-        self.bits.copy_(halves.split(laid_out)[1])
+        self.bits.copy_(self._remainder(laid_out))
+
+    def _remainder(self, value_f32: Tensor) -> Tensor:
+        return halves.split(value_f32)[1]
 
     @torch.no_grad()
     def follow(self, is_whole: bool) -> None:
@@ -236,7 +240,17 @@ class Remainder(Beside):
     def _renew(self) -> None:
         if self.bits.device != self.param.device or not kernels.same_layout(self.bits, self.param):
             # The same tensor, which the columns of the rows have too.
-            self.bits.data = torch.zeros_like(self.param, dtype=halves.REMAINDER, requires_grad=False)
+            self.bits.data = torch.zeros_like(self.param, dtype=self.dtype, requires_grad=False)
+
+
+class Remainder24(Remainder):
+    """The next 8 bits of one parameter's master, which has 24."""
+
+    __slots__ = ()
+    dtype = halves.REMAINDER24
+
+    def _remainder(self, value_f32: Tensor) -> Tensor:
+        return halves.split24(value_f32)[1]
 
 
 def _check_can_split(param: nn.Parameter) -> None:

@@ -117,5 +117,5 @@ def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInp
     reason = by_caller if fused is None else fused.obstacle(step)
     raise AmpStateError(
         f"{type(optimizer).__name__} cannot be stepped by the kernels: {reason}.  Its own step() knows neither split "
-        "masters nor bfloat16 moments.  Leave out master_weights='split' and moment_dtype, or what is in the way."
+        "masters nor narrow moments.  Leave out master_weights='split' and moment_dtype, or what is in the way."
     )

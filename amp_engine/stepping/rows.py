@@ -137,7 +137,7 @@ class Rows:
     @property
     def splits(self) -> bool:
         """True if low-precision parameters have remainders."""
-        return self.kind is Remainder
+        return self.kind is not None and issubclass(self.kind, Remainder)
 
     @property
     def masters(self) -> list[Master]:
@@ -235,7 +235,7 @@ class Rows:
         assert self.kind is not None
         if earlier is None:
             return self.kind(param, self._exact.get(id(param)))
-        return earlier if isinstance(earlier, self.kind) else self.kind(param, exact_value(param))
+        return earlier if type(earlier) is self.kind else self.kind(param, exact_value(param))
 
     def _allow_float32_gradients(self, both: Sequence[Beside], state: dict[Any, Any]) -> None:
         """Let FP32 gradients into parameters of masters, and widen state from before."""

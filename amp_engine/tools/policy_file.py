@@ -53,7 +53,7 @@ class RunPolicy:
     keep_float: Sequence[str] = ()
     cast_model_type: torch.dtype | str | Literal[False] | None = None
     keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | Literal["split"] | None = None
+    master_weights: bool | Literal["split", "24bit"] | None = None
     loss_scale: float | str | DynamicLossScale | None = None
     cast_model_outputs: torch.dtype | str | None = None
     min_loss_scale: float | None = None
@@ -174,7 +174,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "opt_level": ((str,), 'a level such as "O2"'),
     "cast_model_type": ((str, bool), 'a type such as "float16", or false'),
     "keep_batchnorm_fp32": ((bool,), "true or false"),
-    "master_weights": ((bool, str), 'true, false or "split"'),
+    "master_weights": ((bool, str), 'true, false, "split" or "24bit"'),
     "loss_scale": ((int, float, str), '"dynamic", "auto" or a number'),
     "cast_model_outputs": ((str,), 'a type such as "float32"'),
     "min_loss_scale": _NUMBER,

@@ -18,7 +18,7 @@ struct ChunkKernels {
                        Partial* of_weight, Partial* of_step);
 };
 
-// The last bytes of a tensor's coefficients: the number of its step after `mixed`, for stochastic rounding of moments.
+// The last bytes of a tensor's coefficients: the number of its step after `mixed`, for stochastic rounding.
 AMP_HD uint32_t& step_mixed(void* coefficients) {
   return *reinterpret_cast<uint32_t*>(static_cast<char*>(coefficients) + kCoefficientBytes - sizeof(uint32_t));
 }

@@ -28,6 +28,7 @@ struct Single {
   }
   static void stream(Type type, void* data, int64_t i, float x) { store(type, data, i, x); }
 
+  // This function and those below call math/halves.h and math/blocks.h.
   static float load_split(void const* rounded, void const* remainder, int64_t i) {
     return joined({static_cast<uint16_t const*>(rounded)[i], static_cast<uint16_t const*>(remainder)[i]});
   }
@@ -36,8 +37,26 @@ struct Single {
     static_cast<uint16_t*>(rounded)[i] = halves.rounded;
     static_cast<uint16_t*>(remainder)[i] = halves.remainder;
   }
+  static float load_split24(void const* rounded, void const* remainder, int64_t i) {
+    uint32_t const low = static_cast<uint8_t const*>(remainder)[i];
+    return joined({static_cast<uint16_t const*>(rounded)[i], uint16_t(low << 8)});
+  }
+
   using Noise = uint32_t;
   static Noise noise(int64_t i, uint32_t of_step) { return noise_at(i, of_step); }
+  static void store_split24(void* rounded, void* remainder, int64_t i, float x, Noise noise) {
+    Halves const halves = split24(x, noise >> 24);
+    static_cast<uint16_t*>(rounded)[i] = halves.rounded;
+    static_cast<uint8_t*>(remainder)[i] = uint8_t(halves.remainder);
+  }
+  template <class Code>
+  static float load_code(void const* codes, int64_t i, float scale) {
+    return decoded<Code>(static_cast<uint8_t const*>(codes)[i], scale);
+  }
+  template <class Code>
+  static void store_code(void* codes, int64_t i, float x, float inverse_scale, Noise noise) {
+    static_cast<uint8_t*>(codes)[i] = encoded<Code>(x, inverse_scale, noise);
+  }
   template <int kShift>
   static void store_by_chance(void* data, int64_t i, float x, Noise noise) {
     static_cast<uint16_t*>(data)[i] = bf16_by_chance(x, noise >> kShift & 0xffffu);
@@ -72,7 +91,7 @@ class Copy {
  public:
   explicit Copy(Row const& row)
       : data_(row.copy),
-        streamed_(row.copy && row.streamed && !row.adopts && row.copy_type != Type::remainder &&
+        streamed_(row.copy && row.streamed && !row.adopts && !is_remainder(row.copy_type) &&
                   reinterpret_cast<uintptr_t>(row.copy) % sizeof(Lanes) == 0),
         adopts_(row.adopts) {}
   Copy(Copy const&) = delete;
@@ -93,13 +112,20 @@ class Copy {
     if (type == Type::remainder) {
       return L::load_split(weights, data_, i);
     }
+    if (type == Type::byte) {
+      return L::load_split24(weights, data_, i);
+    }
     V const weight = L::load(weight_type, weights, i);
     return adopts_ ? adopted<L, V>(type, i, weight) : weight;
   }
   template <class L, class V>
-  AMP_HD void write(Type weight_type, Type type, void* weights, int64_t i, V weight) const {
+  AMP_HD void write(Type weight_type, Type type, void* weights, int64_t i, V weight, typename L::Noise noise) const {
     if (type == Type::remainder) {
       L::store_split(weights, data_, i, weight);
+      return;
+    }
+    if (type == Type::byte) {
+      L::store_split24(weights, data_, i, weight, noise);
       return;
     }
     L::store(weight_type, weights, i, weight);
@@ -270,6 +296,79 @@ struct Known {
   constexpr operator Type() const { return kType; }
 };
 
+// The codes of a moment, and the exponents of their blocks.
+struct Blocks {
+  uint8_t *codes, *exponents;
+
+  Blocks(void* moment, int64_t numel)
+      : codes(static_cast<uint8_t*>(moment)), exponents(moment ? codes + numel : nullptr) {}
+
+  AMP_HD float scale(int64_t i) const { return codes ? scale_of(exponents[i / kBlock]) : 0.0f; }
+  // Returns the inverse of the new scale.
+  AMP_HD float rescale(int64_t i, Magnitudes const& magnitudes) const {
+    exponents[i / kBlock] = exponent_of(magnitudes.largest());
+    return inverse_scale_of(exponents[i / kBlock]);
+  }
+};
+
+// Steps with moments in blocks.
+template <class Update>
+void step_in_blocks(Row const& r, Entry const& g, Span s, typename Update::Coefficients const& c, uint32_t of_step) {
+  Copy const copy(r);
+  Blocks const first(r.state1, r.numel), second(r.state2, r.numel);
+  auto const run = [&](auto weight_type, auto gradient_type, auto copy_type) {
+    auto const block = [&](auto lanes, int64_t begin, int64_t end) {
+      using L = decltype(lanes);
+      using V = typename ValueOf<L>::type;
+      V state1[kBlock / L::kWidth], state2[kBlock / L::kWidth];
+      typename L::Noise noise[kBlock / L::kWidth];
+      Magnitudes of_1, of_2;
+      float const scale1 = first.scale(begin), scale2 = second.scale(begin);
+      int j = 0;
+      for (int64_t i = begin; i < end; i += L::kWidth, ++j) {
+        prefetch<L>(gradient_type, g.data, i);
+        prefetch<L>(weight_type, r.weight, i);
+        copy.template prefetch<L>(copy_type, i);
+        noise[j] = L::noise(i, of_step);
+        V weight = copy.template load<L, V>(weight_type, copy_type, r.weight, i);
+        state1[j] = r.state1 ? V(L::template load_code<SignedCode>(first.codes, i, scale1)) : V(0.0f);
+        state2[j] = Update::kState2 ? V(L::template load_code<UnsignedCode>(second.codes, i, scale2)) : V(0.0f);
+        Update::update(V(L::load(gradient_type, g.data, i)), weight, state1[j], state2[j], c);
+        of_1.add(state1[j]);
+        of_2.add(state2[j]);
+        copy.template write<L>(weight_type, copy_type, r.weight, i, weight, noise[j]);
+      }
+      float const inverse1 = r.state1 ? first.rescale(begin, of_1) : 0.0f;
+      float const inverse2 = Update::kState2 ? second.rescale(begin, of_2) : 0.0f;
+      j = 0;
+      for (int64_t i = begin; i < end; i += L::kWidth, ++j) {
+        if (r.state1) {
+          L::template store_code<SignedCode>(first.codes, i, state1[j], inverse1, noise[j]);
+        }
+        if constexpr (Update::kState2) {
+          L::template store_code<UnsignedCode>(second.codes, i, state2[j], inverse2, noise[j]);
+        }
+      }
+    };
+    for (; s.begin + kBlock <= s.end; s.begin += kBlock) {
+      block(Lanes{}, s.begin, s.begin + kBlock);
+    }
+    if (s.begin < s.end) {
+      block(Single{}, s.begin, s.end);
+    }
+  };
+  Known<Type::float32> const f32;
+  Known<Type::bfloat16> const bf16;
+  Known<Type::byte> const byte;
+  if (g.type == bf16 && r.weight_type == bf16 && r.copy_type == byte) {
+    run(bf16, bf16, byte);
+  } else if (g.type == bf16 && r.weight_type == f32 && r.copy_type == bf16) {
+    run(f32, bf16, bf16);
+  } else {
+    run(r.weight_type, g.type, r.copy_type);
+  }
+}
+
 template <class Update>
 void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coefficients) {
   auto const c = *static_cast<typename Update::Coefficients const*>(coefficients);
@@ -277,10 +376,7 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
   Row const r = row;
   Entry const g = gradient;
   Copy const copy(r);
-  [[maybe_unused]] uint32_t of_step = 0;
-  if constexpr (kNarrowState<Update>) {
-    of_step = step_mixed(coefficients);
-  }
+  uint32_t const of_step = step_mixed(coefficients);
   auto const run = [&](auto weight_type, auto gradient_type, auto copy_type, auto state_type) {
     for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
       using L = decltype(lanes);
@@ -298,11 +394,13 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
       V state1 = r.state1 ? L::load(state_type, r.state1, i) : V(0.0f);
       V state2 = Update::kState2 ? L::load(state_type, r.state2, i) : V(0.0f);
       Update::update(V(L::load(gradient_type, g.data, i)), weight, state1, state2, c);
+      auto const noise = L::noise(i, of_step);  // computed only where it is used
       if constexpr (kNarrowState<Update>) {
         if (state_type != Type::float32) {
-          auto const noise = L::noise(i, of_step);
           L::template store_by_chance<0>(r.state1, i, state1, noise);
-          L::template store_by_chance<16>(r.state2, i, state2, noise);
+          if constexpr (Update::kState2) {
+            L::template store_by_chance<16>(r.state2, i, state2, noise);
+          }
         }
       }
       if (state_type == Type::float32) {
@@ -313,7 +411,7 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
           L::store(Type::float32, r.state2, i, state2);
         }
       }
-      copy.template write<L>(weight_type, copy_type, r.weight, i, weight);
+      copy.template write<L>(weight_type, copy_type, r.weight, i, weight, noise);
     });
   };
   // The usual types of O2 and O5, of O1 and O4, and of FP32 each have their own loop, which does not branch on types.
@@ -326,6 +424,10 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
     return r.weight_type == Type::float32 && g.type == gradient && r.copy_type == copy;
   };
   if constexpr (kNarrowState<Update>) {
+    if (r.state_type == Type::byte) {
+      step_in_blocks<Update>(r, g, span(chunk, r.numel), c, of_step);
+      return;
+    }
     if (r.state_type != Type::float32) {
       if (are(bf16, bf16)) {
         run(f32, bf16, bf16, bf16);
@@ -390,6 +492,7 @@ void lamb_moments(Row const& row, Entry const& gradient, int64_t chunk, float* s
 // The second stage of LAMB: `step` stands in for the gradient, and `coefficients` is one float.
 void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* coefficients) {
   float const minus_rate = *static_cast<float const*>(coefficients);
+  uint32_t const of_step = step_mixed(coefficients);
   Row const r = row;
   Copy const copy(r);
   for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
@@ -400,7 +503,7 @@ void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* co
     copy.prefetch<L>(r.copy_type, i);
     V const u = L::load(Type::float32, step.data, i);
     V const weight = fma(V(minus_rate), u, copy.load<L, V>(r.weight_type, r.copy_type, r.weight, i));
-    copy.write<L>(r.weight_type, r.copy_type, r.weight, i, weight);
+    copy.write<L>(r.weight_type, r.copy_type, r.weight, i, weight, L::noise(i, of_step));
   });
 }
 

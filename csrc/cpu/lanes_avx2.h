@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "math/blocks.h"
 #include "math/halves.h"
 
 namespace amp_engine::cpu::avx2 {
@@ -43,10 +44,15 @@ struct Lanes {
   }
   static AMP_HD void fence() { _mm_sfence(); }
 
-  // This function and those below give the same bits as math/halves.h.
+  // This function and those below give the same bits as math/halves.h and math/blocks.h.
   static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
+    return joined(widened(rounded, i), widened(remainder, i));
+  }
+  static AMP_HD Lanes load_split24(void const* rounded, void const* remainder, int64_t i) {
+    return joined(widened(rounded, i), _mm256_slli_epi32(bytes(remainder, i), 8));
+  }
+  static AMP_HD Lanes joined(__m256i high, __m256i low) {
     __m256i const none = _mm256_setzero_si256();
-    __m256i const high = widened(rounded, i), low = widened(remainder, i);
     __m256i const up = _mm256_cmpgt_epi32(low, _mm256_set1_epi32(0x8000));
     __m256i const zero = _mm256_cmpeq_epi32(_mm256_and_si256(high, _mm256_set1_epi32(0x7fff)), none);
     __m256i const down = _mm256_add_epi32(high, _mm256_andnot_si256(zero, up));  // a mask is -1
@@ -75,6 +81,47 @@ struct Lanes {
     x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
     x = _mm256_mullo_epi32(x, _mm256_set1_epi32(int32_t(0x846ca68bu)));
     return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+  }
+  static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
+    __m256i const number = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_ORD_Q));
+    __m256i const bits = _mm256_add_epi32(_mm256_castps_si256(x.v), _mm256_srli_epi32(noise, 24));
+    __m256i const low = _mm256_and_si256(number, _mm256_and_si256(_mm256_srli_epi32(bits, 8), _mm256_set1_epi32(0xff)));
+    __m256i const up = _mm256_cmpgt_epi32(low, _mm256_set1_epi32(0x80));
+    __m256i const near = _mm256_and_si256(_mm256_sub_epi32(_mm256_srli_epi32(bits, 16), up), _mm256_set1_epi32(0xffff));
+    put(rounded, i, _mm256_blendv_epi8(_mm256_set1_epi32(0x7fc0), near, number));
+    put_bytes(remainder, i, low);
+  }
+  template <class Code>
+  static AMP_HD Lanes load_code(void const* codes, int64_t i, float scale) {
+    __m256i const code = bytes(codes, i), top = _mm256_set1_epi32(Code::kTop);
+    __m256i const place = _mm256_slli_epi32(_mm256_and_si256(code, top), kDropped);
+    __m256 const above = _mm256_castsi256_ps(_mm256_add_epi32(place, _mm256_set1_epi32(Code::kOffset)));
+    __m256 y = _mm256_sub_ps(above, _mm256_set1_ps(float_of(Code::kOffset)));
+    if constexpr (Code::kLeast != 0) {
+      y = _mm256_max_ps(y, _mm256_set1_ps(float_of(Code::kLeast)));
+    }
+    __m256 const magnitude = _mm256_mul_ps(y, _mm256_set1_ps(scale));
+    if constexpr (!Code::kSigned) {
+      return magnitude;
+    }
+    __m256i const sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(0x80)), 24);
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_castps_si256(magnitude), sign));
+  }
+  template <class Code>
+  static AMP_HD void store_code(void* codes, int64_t i, Lanes x, float inverse_scale, Noise noise) {
+    __m256i const bits = _mm256_castps_si256(x.v);
+    __m256 const magnitude = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
+    __m256 const offset = _mm256_set1_ps(float_of(Code::kOffset));
+    __m256i const y = _mm256_castps_si256(_mm256_fmadd_ps(magnitude, _mm256_set1_ps(inverse_scale), offset));
+    __m256i const chance = _mm256_and_si256(_mm256_srli_epi32(noise, Code::kNoise), _mm256_set1_epi32(0xfff));
+    __m256i const added = _mm256_or_si256(_mm256_slli_epi32(chance, kDropped - 12), _mm256_set1_epi32(1 << (kDropped - 13)));
+    __m256i const sum = _mm256_srli_epi32(_mm256_add_epi32(y, added), kDropped);
+    __m256i const place = _mm256_sub_epi32(sum, _mm256_set1_epi32(Code::kOffset >> kDropped));
+    __m256i code = _mm256_min_epu32(place, _mm256_set1_epi32(Code::kTop));
+    if constexpr (Code::kSigned) {
+      code = _mm256_or_si256(code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
+    }
+    put_bytes(codes, i, code);
   }
   template <int kShift>
   static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {
@@ -107,6 +154,15 @@ struct Lanes {
   static AMP_HD __m256i widened(void const* data, int64_t i) {
     auto const* at = reinterpret_cast<__m128i const*>(static_cast<uint16_t const*>(data) + i);
     return _mm256_cvtepu16_epi32(_mm_loadu_si128(at));
+  }
+  static AMP_HD __m256i bytes(void const* data, int64_t i) {
+    auto const* at = reinterpret_cast<__m128i const*>(static_cast<uint8_t const*>(data) + i);
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(at));
+  }
+  static AMP_HD void put_bytes(void* data, int64_t i, __m256i bytes) {
+    auto* at = reinterpret_cast<__m128i*>(static_cast<uint8_t*>(data) + i);
+    __m128i const halves = packed(bytes);
+    _mm_storel_epi64(at, _mm_packus_epi16(halves, halves));
   }
   // The lower 16 bits of lanes that are below 2^16.
   static AMP_HD __m128i packed(__m256i halves) {

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "math/blocks.h"
 #include "math/halves.h"
 
 namespace amp_engine::cpu::avx512 {
@@ -43,9 +44,14 @@ struct Lanes {
   }
   static AMP_HD void fence() { _mm_sfence(); }
 
-  // This function and those below give the same bits as math/halves.h.
+  // This function and those below give the same bits as math/halves.h and math/blocks.h.
   static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
-    __m512i const high = widened(rounded, i), low = widened(remainder, i);
+    return joined(widened(rounded, i), widened(remainder, i));
+  }
+  static AMP_HD Lanes load_split24(void const* rounded, void const* remainder, int64_t i) {
+    return joined(widened(rounded, i), _mm512_slli_epi32(bytes(remainder, i), 8));
+  }
+  static AMP_HD Lanes joined(__m512i high, __m512i low) {
     __mmask16 const up = _mm512_cmpgt_epu32_mask(low, _mm512_set1_epi32(0x8000));
     __mmask16 const zero = _mm512_testn_epi32_mask(high, _mm512_set1_epi32(0x7fff));
     __m512i const down = _mm512_mask_sub_epi32(high, __mmask16(up & ~zero), high, _mm512_set1_epi32(1));
@@ -76,6 +82,48 @@ struct Lanes {
     x = _mm512_mullo_epi32(x, _mm512_set1_epi32(int32_t(0x846ca68bu)));
     return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
   }
+  static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
+    __mmask16 const number = _mm512_cmp_ps_mask(x.v, x.v, _CMP_ORD_Q);
+    __m512i const bits = _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_srli_epi32(noise, 24));
+    __m512i const low = _mm512_maskz_and_epi32(number, _mm512_srli_epi32(bits, 8), _mm512_set1_epi32(0xff));
+    __m512i const high = _mm512_srli_epi32(bits, 16);
+    __mmask16 const up = _mm512_cmpgt_epu32_mask(low, _mm512_set1_epi32(0x80));
+    __m512i const near = _mm512_mask_add_epi32(high, up, high, _mm512_set1_epi32(1));
+    put(rounded, i, _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc0), number, near));
+    put_bytes(remainder, i, low);
+  }
+  template <class Code>
+  static AMP_HD Lanes load_code(void const* codes, int64_t i, float scale) {
+    __m512i const code = bytes(codes, i), top = _mm512_set1_epi32(Code::kTop);
+    __m512i const place = _mm512_slli_epi32(_mm512_and_si512(code, top), kDropped);
+    __m512 const above = _mm512_castsi512_ps(_mm512_add_epi32(place, _mm512_set1_epi32(Code::kOffset)));
+    __m512 y = _mm512_sub_ps(above, _mm512_set1_ps(float_of(Code::kOffset)));
+    if constexpr (Code::kLeast != 0) {
+      y = _mm512_max_ps(y, _mm512_set1_ps(float_of(Code::kLeast)));
+    }
+    __m512 const magnitude = _mm512_mul_ps(y, _mm512_set1_ps(scale));
+    if constexpr (!Code::kSigned) {
+      return magnitude;
+    }
+    __m512i const sign = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x80)), 24);
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), sign));
+  }
+  template <class Code>
+  static AMP_HD void store_code(void* codes, int64_t i, Lanes x, float inverse_scale, Noise noise) {
+    __m512i const bits = _mm512_castps_si512(x.v);
+    __m512 const magnitude = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+    __m512 const offset = _mm512_set1_ps(float_of(Code::kOffset));
+    __m512i const y = _mm512_castps_si512(_mm512_fmadd_ps(magnitude, _mm512_set1_ps(inverse_scale), offset));
+    __m512i const chance = _mm512_and_si512(_mm512_srli_epi32(noise, Code::kNoise), _mm512_set1_epi32(0xfff));
+    __m512i const added = _mm512_or_si512(_mm512_slli_epi32(chance, kDropped - 12), _mm512_set1_epi32(1 << (kDropped - 13)));
+    __m512i const sum = _mm512_srli_epi32(_mm512_add_epi32(y, added), kDropped);
+    __m512i const place = _mm512_sub_epi32(sum, _mm512_set1_epi32(Code::kOffset >> kDropped));
+    __m512i code = _mm512_min_epu32(place, _mm512_set1_epi32(Code::kTop));
+    if constexpr (Code::kSigned) {
+      code = _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80)));
+    }
+    put_bytes(codes, i, code);
+  }
   template <int kShift>
   static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {
     __m512i const mine = _mm512_and_si512(_mm512_srli_epi32(noise, kShift), _mm512_set1_epi32(0xffff));
@@ -103,6 +151,14 @@ struct Lanes {
   static AMP_HD __m512i widened(void const* data, int64_t i) {
     auto const* at = reinterpret_cast<__m256i const*>(static_cast<uint16_t const*>(data) + i);
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(at));
+  }
+  static AMP_HD __m512i bytes(void const* data, int64_t i) {
+    auto const* at = reinterpret_cast<__m128i const*>(static_cast<uint8_t const*>(data) + i);
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(at));
+  }
+  static AMP_HD void put_bytes(void* data, int64_t i, __m512i bytes) {
+    auto* at = reinterpret_cast<__m128i*>(static_cast<uint8_t*>(data) + i);
+    _mm_storeu_si128(at, _mm512_cvtepi32_epi8(bytes));
   }
   static AMP_HD void put(void* data, int64_t i, __m512i halves) {
     auto* at = reinterpret_cast<__m256i*>(static_cast<uint16_t*>(data) + i);

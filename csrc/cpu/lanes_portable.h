@@ -1,6 +1,7 @@
 // One float at a time, for machines without AVX2.
 #pragma once
 
+#include "math/blocks.h"
 #include "math/halves.h"
 
 namespace amp_engine::cpu::portable {
@@ -28,7 +29,7 @@ struct Lanes {
   static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) { store(type, data, i, x); }
   static AMP_HD void fence() {}
 
-  // This function and those below call math/halves.h.
+  // This function and those below call math/halves.h and math/blocks.h.
   static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
     return joined({static_cast<uint16_t const*>(rounded)[i], static_cast<uint16_t const*>(remainder)[i]});
   }
@@ -38,11 +39,30 @@ struct Lanes {
     static_cast<uint16_t*>(remainder)[i] = halves.remainder;
   }
 
+  static AMP_HD Lanes load_split24(void const* rounded, void const* remainder, int64_t i) {
+    uint32_t const low = static_cast<uint8_t const*>(remainder)[i];
+    return joined({static_cast<uint16_t const*>(rounded)[i], uint16_t(low << 8)});
+  }
+
   using Noise = uint32_t;
   static AMP_HD Noise noise(int64_t i, uint32_t of_step) { return noise_at(i, of_step); }
   template <int kShift>
   static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {
     static_cast<uint16_t*>(data)[i] = bf16_by_chance(x.v, noise >> kShift & 0xffffu);
+  }
+
+  static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
+    Halves const halves = split24(x.v, noise >> 24);
+    static_cast<uint16_t*>(rounded)[i] = halves.rounded;
+    static_cast<uint8_t*>(remainder)[i] = uint8_t(halves.remainder);
+  }
+  template <class Code>
+  static AMP_HD Lanes load_code(void const* codes, int64_t i, float scale) {
+    return decoded<Code>(static_cast<uint8_t const*>(codes)[i], scale);
+  }
+  template <class Code>
+  static AMP_HD void store_code(void* codes, int64_t i, Lanes x, float inverse_scale, Noise noise) {
+    static_cast<uint8_t*>(codes)[i] = encoded<Code>(x.v, inverse_scale, noise);
   }
 
   struct Magnitudes {

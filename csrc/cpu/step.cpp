@@ -24,9 +24,7 @@ void prepare(StepArgs const& args) {
     }
     Group const& group = args.groups[args.rows[t].group];
     prepare_tensor<Update>(args, t, group, group.lr, norm);
-    if constexpr (kNarrowState<Update>) {
-      step_mixed(coefficients_of(args, t)) = mixed(uint32_t(int64_t(args.steps[t])));
-    }
+    step_mixed(coefficients_of(args, t)) = mixed(uint32_t(int64_t(args.steps[t])));
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "adagrad.h"
 #include "adam.h"
+#include "blocks.h"
 #include "halves.h"
 #include "lamb.h"
 #include "novograd.h"
@@ -54,9 +55,9 @@ struct HyperOf;
 AMP_OPTIMIZERS(X)
 #undef X
 
-// True if moments may be bfloat16.
+// True if moments may be bfloat16, or in blocks.
 template <class Update>
-constexpr bool kNarrowState = std::is_same_v<Update, Adam>;
+constexpr bool kNarrowState = std::is_same_v<Update, Adam> || std::is_same_v<Update, Sgd>;
 
 // Returns `call(type{})` for the type of `formula`. On the host only.
 template <class Call>

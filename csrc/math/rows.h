@@ -20,7 +20,7 @@ struct alignas(16) Row {
   Type copy_type;
   uint32_t first_chunk;
   uint32_t n_chunks;
-  Type state_type : 16;     // float32; for Adam also bfloat16, with stochastic rounding
+  Type state_type : 16;     // float32; for Adam and SGD also bfloat16 and byte, with stochastic rounding
   uint32_t streamed : 8;    // true if a CPU writes the copy past its caches
   uint32_t adopts : 8;      // true if elements of the copy that are not the weight rounded replace those of the weight
 };

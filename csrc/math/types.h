@@ -6,9 +6,12 @@
 namespace amp_engine {
 
 // `remainder`: the lower half of a float32, stored beside the bfloat16 that the float32 rounds to; see halves.h.
-enum class Type : uint32_t { float32 = 0, float16 = 1, bfloat16 = 2, remainder = 3 };
+// `byte`: of a copy, the upper 8 bits of a remainder (halves.h); of a moment, codes by blocks (blocks.h).
+enum class Type : uint32_t { float32 = 0, float16 = 1, bfloat16 = 2, remainder = 3, byte = 4 };
 
-AMP_HD int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
+AMP_HD bool is_remainder(Type type) { return type == Type::remainder || type == Type::byte; }
+
+AMP_HD int64_t size_of(Type type) { return type == Type::float32 ? 4 : type == Type::byte ? 1 : 2; }
 
 // Exact, because every float16 is a float32. A NaN keeps its payload and becomes quiet, as with F16C.
 AMP_HD float float_from_f16(uint16_t h) {

@@ -19,7 +19,7 @@ from amp_engine.kernels.sources import digest
 PACKAGE = Path(__file__).parents[1]
 WITHOUT = (
     "torch's optimizers take their own steps; the fused classes of amp_engine.optimizers, steps of amp_C, split "
-    "masters and bfloat16 moments need the kernels"
+    "masters and narrow moments need the kernels"
 )
 
 

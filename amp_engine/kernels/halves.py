@@ -5,8 +5,8 @@ all values: of the 65,537 values that round to an even bfloat16, two have the sa
 bfloat16 is first moved up by one unit in the last place of float32. This changes 32,640 of the 4.28e9 finite values;
 all others stay exact.
 
-A master of 24 bits is the nearest bfloat16, ties towards zero, and the upper 8 bits of the remainder. A step rounds it
-to 24 bits by chance, `split24` by itself to the nearest.
+A master of 24 bits is the bfloat16 that it rounds to and the upper 8 bits of the remainder. A step rounds to 24 bits by
+chance, `split24` by itself to the nearest; a tie below an even bfloat16 becomes one of its neighbours.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def split(value_f32: Tensor) -> tuple[Tensor, Tensor]:
 def split24(value_f32: Tensor, noise: Tensor | int = 0x80) -> tuple[Tensor, Tensor]:
     """Return (bfloat16, remainder of 8 bits) of a float32 tensor. `noise`: 8 bits, added below. No host sync."""
     bits = value_f32.detach().view(torch.int32) + noise
+    neighbour = (noise & 1) * 0x200 - 0x100
+    bits = bits + ((bits & 0x1FF00) == 0x18000).int() * neighbour
     nan = value_f32.isnan()
     low = torch.where(nan, 0, bits >> 8 & 0xFF)
     high = torch.where(nan, _NAN, (bits >> 16) + (low > 0x80).int())

@@ -111,9 +111,9 @@ class FusedStep:
         """The type in which moments are kept: float32, bfloat16, or uint8 in blocks."""
         return self._form.dtype
 
-    def keep_moments_in(self, dtype: torch.dtype) -> None:
-        """Keep moments in `dtype`, float32, bfloat16 or uint8, from the next step on."""
-        self._form.dtype = dtype
+    def keep_moments_in(self, dtype: torch.dtype, counts: bool) -> None:
+        """Keep moments in `dtype`, float32, bfloat16 or uint8, from the next step on; `counts`: and a count of steps."""
+        self._form.dtype, self._form.counts = dtype, counts and not self.rule.keeps_step
 
     def plan(self, step: StepInput) -> StepInput | None:
         """Return `step`, with `is_current` set, if the kernels can do it, else None. No host sync."""
@@ -177,11 +177,13 @@ class FusedStep:
             )
 
     def widen_moments(self) -> None:
-        """Keep moments in float32 from now on."""
+        """Keep moments in float32, and no count that the class does not keep, from now on."""
         for p, state in self._live_optimizer().state.items() if self._form.dtype is not torch.float32 else ():
             held = [(name, state[name]) for name in self._form.moments if state.get(name) is not None]
             state.update((name, self._form.wide(name, value, p).float()) for name, value in held)
-        self._form.dtype = torch.float32
+        for state in self._live_optimizer().state.values() if self._form.counts else ():
+            state.pop("step", None)
+        self._form.dtype, self._form.counts = torch.float32, False
 
     def forget(self) -> None:
         """Let go of the state of the last step, which other state has replaced."""
@@ -207,14 +209,14 @@ class FusedStep:
         counts = {id(view): count for table in self._tables for view, count in table.by_state()}
         if not counts:
             return state_dict
-        key = "step" if self.rule.keeps_step else self.rule.state1
+        key = "step" if self._form.keeps_step else self.rule.state1
         state = dict(state_dict["state"])
         for name, inner in state.items():
             count = counts.get(id(inner.get(key)))
-            if count is not None and self.rule.keeps_step:
-                state[name] = {**inner, key: torch.tensor(count, device="cpu")}
-            elif count == 0:
-                state[name] = {**inner, key: None}
+            if count is not None and self._form.keeps_step:
+                state[name] = inner = {**inner, key: torch.tensor(count, device="cpu")}
+            if count == 0 and not self.rule.keeps_step:
+                state[name] = {**inner, self.rule.state1: None}
         return {**state_dict, "state": state}
 
     def obstacle(self, step: StepInput) -> str | None:
@@ -318,6 +320,7 @@ class FusedStep:
                 inner=[optimizer.state.get(params[i], {}) for i in rows],
                 start=[start[i] for i in rows],
                 adopts=adopts,
+                keeps_step=self._form.keeps_step,
             )
             for device, rows in by_device.items()
         ]

@@ -22,6 +22,7 @@ class StateForm:
     Attributes:
         moments: names of the state tensors that have their weights' shapes.
         is_ours: True if the class is one of this package's own.
+        counts: True if steps are counted though the class keeps no count: stochastic rounding needs one.
         dtype: type of the moments: float32; for Adam and SGD also bfloat16, or uint8 for moments in blocks.
     """
 
@@ -30,6 +31,12 @@ class StateForm:
         self.moments = [rule.state1] if rule.state2 is None else [rule.state1, rule.state2]
         self.is_ours = rule not in TORCH_RULES.values()
         self.dtype = torch.float32
+        self.counts = False
+
+    @property
+    def keeps_step(self) -> bool:
+        """True if `state[p]["step"]` counts the steps."""
+        return self._rule.keeps_step or self.counts
 
     def misfit(self, state: dict[str, Any], weight: Tensor) -> str | None:
         """Explain which part of a tensor's state the kernels cannot use, in any layout; None if they can use all.
@@ -53,7 +60,7 @@ class StateForm:
                 return f"has a {name} of {value.dtype}"
             if is_shard and not self.fits(value, weight):
                 return f"has a {name} in shards of another type, or in another order in memory"
-        for name in ["step"] * self._rule.keeps_step + [NORM] * self._rule.keeps_norm:
+        for name in ["step"] * self.keeps_step + [NORM] * self._rule.keeps_norm:
             value = state.get(name)
             if value is not None and not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
                 return f"has a {name} that is no number"
@@ -62,7 +69,7 @@ class StateForm:
     def torn(self, state: dict[str, Any], group: dict[str, Any]) -> str | None:
         """Explain what a partial state lacks, on which torch's own steps raise; None if it is complete or unstarted."""
         whole = self._whole(self._rule.needs_state1(group))
-        missing = [name for name in whole if state.get(name) is None]
+        missing = [name for name in whole if state.get(name) is None and not (self.counts and name == "step")]
         found = [name for name in whole if name not in ("step", *missing)]
         if not self.is_ours and self._rule.keeps_step and state:  # torch then needs all of it
             found = list(state)
@@ -74,12 +81,12 @@ class StateForm:
 
     def _whole(self, needs_state1: bool) -> list[str]:
         moments = self.moments if needs_state1 else self.moments[1:]
-        return moments + [NORM] * self._rule.keeps_norm + ["step"] * self._rule.keeps_step
+        return moments + [NORM] * self._rule.keeps_norm + ["step"] * self.keeps_step
 
     def start(self, state: dict[str, Any], known: dict[int, float]) -> float:
-        """Return the number of steps of this tensor; for SGD, which does not count them, 0 if it has no buffer."""
-        if self._rule.keeps_step:
-            step = state.get("step")
+        """Return the number of steps of this tensor; 0 if SGD, which may not count them, has no buffer."""
+        step = state.get("step")
+        if self._rule.keeps_step or step is not None and self.counts:
             return known[id(step)] if id(step) in known else 0.0 if step is None else float(step)
         buffer = state.get(self._rule.state1)
         return 0.0 if buffer is None else known.get(id(buffer), 1.0)
@@ -87,7 +94,7 @@ class StateForm:
     def fill(self, state: dict[str, Any], weight: Tensor, group: dict[str, Any]) -> None:
         """Initialize missing state as torch does at a tensor's first gradient. A DTensor gets DTensor moments."""
         rule = self._rule
-        if rule.keeps_step and state.get("step") is None:
+        if self.keeps_step and state.get("step") is None:
             state["step"] = torch.tensor(0.0, device="cpu")
         for name in self.moments if rule.needs_state1(group) else self.moments[1:]:
             if state.get(name) is None:

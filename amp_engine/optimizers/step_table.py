@@ -31,6 +31,7 @@ class Table:
         inner: list[dict[str, Any]],
         start: list[float],
         adopts: bool,
+        keeps_step: bool,
     ) -> None:
         self.rows = rows
         self.device = device
@@ -43,7 +44,7 @@ class Table:
         if rule.state2 is not None:
             self._entries.append((rule.state2, state2))
         self._counts = state1
-        if rule.keeps_step:
+        if keeps_step:
             self._counts = _put(inner, "step", self.steps)
             self._entries.append(("step", self._counts))
         norms = None

@@ -27,7 +27,7 @@ from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward, Checked
-from amp_engine.stepping.beside import Master, masters_of
+from amp_engine.stepping.beside import Master, Remainder24, masters_of
 from amp_engine.stepping.gradient_warnings import MissingGradients, WrittenParameters
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
@@ -117,7 +117,7 @@ class Record:
         state: the unit of the gradients.
         delayed: the backward of gradients that `delay_unscale` left scaled; None unless the state is DELAYED.
         passed: the last backward at a scale of 1 whose gradients no check saw; None if there is none.
-        needs_kernels: True if only the kernels can do its step (split masters, bfloat16 moments).
+        needs_kernels: True if only the kernels can do its step (split masters, narrow moments).
         is_later: True if the optimizer was made after `initialize`.
         has_left: True if the last step may have been skipped, so that gradients are left which may not be finite.
         backward_seen: True if there was a backward since the last step.
@@ -847,9 +847,10 @@ class Record:
 
     def require_kernels(self, moment_dtype: torch.dtype) -> None:
         """Require that the kernels do each step, with moments in `moment_dtype`."""
+        rounds_by_chance = moment_dtype is not torch.float32 or self.rows.kind is Remainder24
         fused = fused_step_of(self.optimizer)
         assert fused is not None, "checked with the request"
-        fused.keep_moments_in(moment_dtype)
+        fused.keep_moments_in(moment_dtype, counts=rounds_by_chance)
         self.needs_kernels = True
 
     def stepped(self, may_be_left: bool) -> None:

@@ -316,33 +316,33 @@ template <class Update>
 void step_in_blocks(Row const& r, Entry const& g, Span s, typename Update::Coefficients const& c, uint32_t of_step) {
   Copy const copy(r);
   Blocks const first(r.state1, r.numel), second(r.state2, r.numel);
+  bool const has_first = Update::kState2 || r.state1;
   auto const run = [&](auto weight_type, auto gradient_type, auto copy_type) {
-    auto const block = [&](auto lanes, int64_t begin, int64_t end) {
+    // `count` vectors. `noise` is of each.
+    auto const block = [&](auto lanes, auto count, int64_t begin, auto const* noise) {
       using L = decltype(lanes);
       using V = typename ValueOf<L>::type;
       V state1[kBlock / L::kWidth], state2[kBlock / L::kWidth];
-      typename L::Noise noise[kBlock / L::kWidth];
       Magnitudes of_1, of_2;
       float const scale1 = first.scale(begin), scale2 = second.scale(begin);
-      int j = 0;
-      for (int64_t i = begin; i < end; i += L::kWidth, ++j) {
+      for (int j = 0; j < count; ++j) {
+        int64_t const i = begin + j * L::kWidth;
         prefetch<L>(gradient_type, g.data, i);
         prefetch<L>(weight_type, r.weight, i);
         copy.template prefetch<L>(copy_type, i);
-        noise[j] = L::noise(i, of_step);
         V weight = copy.template load<L, V>(weight_type, copy_type, r.weight, i);
-        state1[j] = r.state1 ? V(L::template load_code<SignedCode>(first.codes, i, scale1)) : V(0.0f);
+        state1[j] = has_first ? V(L::template load_code<SignedCode>(first.codes, i, scale1)) : V(0.0f);
         state2[j] = Update::kState2 ? V(L::template load_code<UnsignedCode>(second.codes, i, scale2)) : V(0.0f);
         Update::update(V(L::load(gradient_type, g.data, i)), weight, state1[j], state2[j], c);
         of_1.add(state1[j]);
         of_2.add(state2[j]);
         copy.template write<L>(weight_type, copy_type, r.weight, i, weight, noise[j]);
       }
-      float const inverse1 = r.state1 ? first.rescale(begin, of_1) : 0.0f;
+      float const inverse1 = has_first ? first.rescale(begin, of_1) : 0.0f;
       float const inverse2 = Update::kState2 ? second.rescale(begin, of_2) : 0.0f;
-      j = 0;
-      for (int64_t i = begin; i < end; i += L::kWidth, ++j) {
-        if (r.state1) {
+      for (int j = 0; j < count; ++j) {
+        int64_t const i = begin + j * L::kWidth;
+        if (has_first) {
           L::template store_code<SignedCode>(first.codes, i, state1[j], inverse1, noise[j]);
         }
         if constexpr (Update::kState2) {
@@ -350,11 +350,21 @@ void step_in_blocks(Row const& r, Entry const& g, Span s, typename Update::Coeff
         }
       }
     };
+    constexpr int kCount = kBlock / Lanes::kWidth;
     for (; s.begin + kBlock <= s.end; s.begin += kBlock) {
-      block(Lanes{}, s.begin, s.begin + kBlock);
+      Lanes::Noise noise[kCount];
+      for (int j = 0; j < kCount / 2; ++j) {
+        noise[j] = Lanes::noise(s.begin / 2 + j * Lanes::kWidth, of_step);
+        noise[j + kCount / 2] = Lanes::turned(noise[j]);
+      }
+      block(Lanes{}, std::integral_constant<int, kCount>{}, s.begin, noise);
     }
     if (s.begin < s.end) {
-      block(Single{}, s.begin, s.end);
+      uint32_t noise[kBlock];
+      for (int64_t i = s.begin; i < s.end; ++i) {
+        noise[i - s.begin] = noise_in_block(i, of_step);
+      }
+      block(Single{}, int(s.end - s.begin), s.begin, noise);
     }
   };
   Known<Type::float32> const f32;
@@ -397,7 +407,9 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
       auto const noise = L::noise(i, of_step);  // computed only where it is used
       if constexpr (kNarrowState<Update>) {
         if (state_type != Type::float32) {
-          L::template store_by_chance<0>(r.state1, i, state1, noise);
+          if (Update::kState2 || r.state1) {
+            L::template store_by_chance<0>(r.state1, i, state1, noise);
+          }
           if constexpr (Update::kState2) {
             L::template store_by_chance<16>(r.state2, i, state2, noise);
           }

@@ -4,7 +4,6 @@
 #include <immintrin.h>
 
 #include "math/blocks.h"
-#include "math/halves.h"
 
 namespace amp_engine::cpu::avx2 {
 
@@ -84,28 +83,33 @@ struct Lanes {
   }
   static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
     __m256i const number = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_ORD_Q));
-    __m256i const bits = _mm256_add_epi32(_mm256_castps_si256(x.v), _mm256_srli_epi32(noise, 24));
+    __m256i const sum = _mm256_add_epi32(_mm256_castps_si256(x.v), _mm256_srli_epi32(noise, 24));
+    __m256i const tie = _mm256_cmpeq_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0x1ff00)), _mm256_set1_epi32(0x18000));
+    __m256i const up_or_down = _mm256_and_si256(_mm256_srli_epi32(noise, 15), _mm256_set1_epi32(0x200));
+    __m256i const neighbour = _mm256_sub_epi32(up_or_down, _mm256_set1_epi32(0x100));
+    __m256i const bits = _mm256_add_epi32(sum, _mm256_and_si256(tie, neighbour));
     __m256i const low = _mm256_and_si256(number, _mm256_and_si256(_mm256_srli_epi32(bits, 8), _mm256_set1_epi32(0xff)));
     __m256i const up = _mm256_cmpgt_epi32(low, _mm256_set1_epi32(0x80));
     __m256i const near = _mm256_and_si256(_mm256_sub_epi32(_mm256_srli_epi32(bits, 16), up), _mm256_set1_epi32(0xffff));
     put(rounded, i, _mm256_blendv_epi8(_mm256_set1_epi32(0x7fc0), near, number));
     put_bytes(remainder, i, low);
   }
+  // Exchanges the halves of each element's noise.
+  static AMP_HD Noise turned(Noise noise) {
+    return _mm256_or_si256(_mm256_slli_epi32(noise, 16), _mm256_srli_epi32(noise, 16));
+  }
   template <class Code>
   static AMP_HD Lanes load_code(void const* codes, int64_t i, float scale) {
-    __m256i const code = bytes(codes, i), top = _mm256_set1_epi32(Code::kTop);
-    __m256i const place = _mm256_slli_epi32(_mm256_and_si256(code, top), kDropped);
-    __m256 const above = _mm256_castsi256_ps(_mm256_add_epi32(place, _mm256_set1_epi32(Code::kOffset)));
-    __m256 y = _mm256_sub_ps(above, _mm256_set1_ps(float_of(Code::kOffset)));
-    if constexpr (Code::kLeast != 0) {
-      y = _mm256_max_ps(y, _mm256_set1_ps(float_of(Code::kLeast)));
-    }
-    __m256 const magnitude = _mm256_mul_ps(y, _mm256_set1_ps(scale));
+    __m256i const code = bytes(codes, i);
+    __m256i const magnitude = Code::kSigned ? _mm256_and_si256(code, _mm256_set1_epi32(Code::kTop)) : code;
+    __m256i const y = _mm256_add_epi32(_mm256_slli_epi32(magnitude, kDropped), _mm256_set1_epi32(Code::kOffset));
+    __m256 const offset = _mm256_set1_ps(float_of(Code::kOffset) * scale);
+    __m256 const x = _mm256_fmsub_ps(_mm256_castsi256_ps(y), _mm256_set1_ps(scale), offset);
     if constexpr (!Code::kSigned) {
-      return magnitude;
+      return _mm256_max_ps(x, _mm256_set1_ps(float_of(Code::kLeast) * scale));
     }
-    __m256i const sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(0x80)), 24);
-    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_castps_si256(magnitude), sign));
+    __m256i const sign = _mm256_slli_epi32(code, 24), bits = _mm256_castps_si256(x);
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(sign, _mm256_set1_epi32(INT32_MIN)), bits));
   }
   template <class Code>
   static AMP_HD void store_code(void* codes, int64_t i, Lanes x, float inverse_scale, Noise noise) {
@@ -113,15 +117,18 @@ struct Lanes {
     __m256 const magnitude = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
     __m256 const offset = _mm256_set1_ps(float_of(Code::kOffset));
     __m256i const y = _mm256_castps_si256(_mm256_fmadd_ps(magnitude, _mm256_set1_ps(inverse_scale), offset));
-    __m256i const chance = _mm256_and_si256(_mm256_srli_epi32(noise, Code::kNoise), _mm256_set1_epi32(0xfff));
-    __m256i const added = _mm256_or_si256(_mm256_slli_epi32(chance, kDropped - 12), _mm256_set1_epi32(1 << (kDropped - 13)));
-    __m256i const sum = _mm256_srli_epi32(_mm256_add_epi32(y, added), kDropped);
-    __m256i const place = _mm256_sub_epi32(sum, _mm256_set1_epi32(Code::kOffset >> kDropped));
-    __m256i code = _mm256_min_epu32(place, _mm256_set1_epi32(Code::kTop));
+    constexpr int kLeft = kDropped - 12 - Code::kNoise;
+    __m256i const chance = kLeft >= 0 ? _mm256_slli_epi32(noise, kLeft & 31) : _mm256_srli_epi32(noise, -kLeft & 31);
+    __m256i const mask = _mm256_set1_epi32(0xfff << (kDropped - 12)), constant = _mm256_set1_epi32(int32_t(added_constant<Code>));
+    __m256i const added = _mm256_or_si256(_mm256_and_si256(chance, mask), constant);
+    __m256i const place = _mm256_srli_epi32(_mm256_add_epi32(y, added), kDropped);
+    __m256i const code = _mm256_min_epu32(place, _mm256_set1_epi32(Code::kTop));
     if constexpr (Code::kSigned) {
-      code = _mm256_or_si256(code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
+      __m256i const sign = _mm256_srli_epi32(bits, 24);
+      put_bytes(codes, i, _mm256_or_si256(_mm256_and_si256(sign, _mm256_set1_epi32(0x80)), code));
+    } else {
+      put_bytes(codes, i, code);
     }
-    put_bytes(codes, i, code);
   }
   template <int kShift>
   static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {

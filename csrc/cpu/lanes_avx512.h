@@ -4,7 +4,6 @@
 #include <immintrin.h>
 
 #include "math/blocks.h"
-#include "math/halves.h"
 
 namespace amp_engine::cpu::avx512 {
 
@@ -84,7 +83,12 @@ struct Lanes {
   }
   static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
     __mmask16 const number = _mm512_cmp_ps_mask(x.v, x.v, _CMP_ORD_Q);
-    __m512i const bits = _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_srli_epi32(noise, 24));
+    __m512i const sum = _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_srli_epi32(noise, 24));
+    __mmask16 const tie = _mm512_cmpeq_epi32_mask(_mm512_and_si512(sum, _mm512_set1_epi32(0x1ff00)),
+                                                  _mm512_set1_epi32(0x18000));
+    __m512i const up_or_down = _mm512_and_si512(_mm512_srli_epi32(noise, 15), _mm512_set1_epi32(0x200));
+    __m512i const neighbour = _mm512_sub_epi32(up_or_down, _mm512_set1_epi32(0x100));
+    __m512i const bits = _mm512_mask_add_epi32(sum, tie, sum, neighbour);
     __m512i const low = _mm512_maskz_and_epi32(number, _mm512_srli_epi32(bits, 8), _mm512_set1_epi32(0xff));
     __m512i const high = _mm512_srli_epi32(bits, 16);
     __mmask16 const up = _mm512_cmpgt_epu32_mask(low, _mm512_set1_epi32(0x80));
@@ -92,21 +96,22 @@ struct Lanes {
     put(rounded, i, _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc0), number, near));
     put_bytes(remainder, i, low);
   }
+  // Exchanges the halves of each element's noise.
+  static AMP_HD Noise turned(Noise noise) {
+    return _mm512_rol_epi32(noise, 16);
+  }
   template <class Code>
   static AMP_HD Lanes load_code(void const* codes, int64_t i, float scale) {
-    __m512i const code = bytes(codes, i), top = _mm512_set1_epi32(Code::kTop);
-    __m512i const place = _mm512_slli_epi32(_mm512_and_si512(code, top), kDropped);
-    __m512 const above = _mm512_castsi512_ps(_mm512_add_epi32(place, _mm512_set1_epi32(Code::kOffset)));
-    __m512 y = _mm512_sub_ps(above, _mm512_set1_ps(float_of(Code::kOffset)));
-    if constexpr (Code::kLeast != 0) {
-      y = _mm512_max_ps(y, _mm512_set1_ps(float_of(Code::kLeast)));
-    }
-    __m512 const magnitude = _mm512_mul_ps(y, _mm512_set1_ps(scale));
+    __m512i const code = bytes(codes, i);
+    __m512i const magnitude = Code::kSigned ? _mm512_and_si512(code, _mm512_set1_epi32(Code::kTop)) : code;
+    __m512i const y = _mm512_add_epi32(_mm512_slli_epi32(magnitude, kDropped), _mm512_set1_epi32(Code::kOffset));
+    __m512 const offset = _mm512_set1_ps(float_of(Code::kOffset) * scale);
+    __m512 const x = _mm512_fmsub_ps(_mm512_castsi512_ps(y), _mm512_set1_ps(scale), offset);
     if constexpr (!Code::kSigned) {
-      return magnitude;
+      return _mm512_max_ps(x, _mm512_set1_ps(float_of(Code::kLeast) * scale));
     }
-    __m512i const sign = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x80)), 24);
-    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), sign));
+    __m512i const sign = _mm512_slli_epi32(code, 24), bits = _mm512_castps_si512(x);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(sign, _mm512_set1_epi32(INT32_MIN), bits, 0xea));
   }
   template <class Code>
   static AMP_HD void store_code(void* codes, int64_t i, Lanes x, float inverse_scale, Noise noise) {
@@ -114,15 +119,18 @@ struct Lanes {
     __m512 const magnitude = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
     __m512 const offset = _mm512_set1_ps(float_of(Code::kOffset));
     __m512i const y = _mm512_castps_si512(_mm512_fmadd_ps(magnitude, _mm512_set1_ps(inverse_scale), offset));
-    __m512i const chance = _mm512_and_si512(_mm512_srli_epi32(noise, Code::kNoise), _mm512_set1_epi32(0xfff));
-    __m512i const added = _mm512_or_si512(_mm512_slli_epi32(chance, kDropped - 12), _mm512_set1_epi32(1 << (kDropped - 13)));
-    __m512i const sum = _mm512_srli_epi32(_mm512_add_epi32(y, added), kDropped);
-    __m512i const place = _mm512_sub_epi32(sum, _mm512_set1_epi32(Code::kOffset >> kDropped));
-    __m512i code = _mm512_min_epu32(place, _mm512_set1_epi32(Code::kTop));
+    constexpr int kLeft = kDropped - 12 - Code::kNoise;
+    __m512i const chance = kLeft >= 0 ? _mm512_slli_epi32(noise, kLeft & 31) : _mm512_srli_epi32(noise, -kLeft & 31);
+    __m512i const mask = _mm512_set1_epi32(0xfff << (kDropped - 12)), constant = _mm512_set1_epi32(int32_t(added_constant<Code>));
+    __m512i const added = _mm512_ternarylogic_epi32(chance, mask, constant, 0xea);
+    __m512i const place = _mm512_srli_epi32(_mm512_add_epi32(y, added), kDropped);
+    __m512i const code = _mm512_min_epu32(place, _mm512_set1_epi32(Code::kTop));
     if constexpr (Code::kSigned) {
-      code = _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80)));
+      __m512i const sign = _mm512_srli_epi32(bits, 24);
+      put_bytes(codes, i, _mm512_ternarylogic_epi32(sign, _mm512_set1_epi32(0x80), code, 0xea));
+    } else {
+      put_bytes(codes, i, code);
     }
-    put_bytes(codes, i, code);
   }
   template <int kShift>
   static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "math/blocks.h"
-#include "math/halves.h"
 
 namespace amp_engine::cpu::portable {
 
@@ -56,6 +55,7 @@ struct Lanes {
     static_cast<uint16_t*>(rounded)[i] = halves.rounded;
     static_cast<uint8_t*>(remainder)[i] = uint8_t(halves.remainder);
   }
+  static AMP_HD Noise turned(Noise noise) { return noise >> 16 | noise << 16; }
   template <class Code>
   static AMP_HD Lanes load_code(void const* codes, int64_t i, float scale) {
     return decoded<Code>(static_cast<uint8_t const*>(codes)[i], scale);

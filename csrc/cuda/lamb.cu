@@ -40,11 +40,8 @@ AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, i
   Raw const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
   Raw const raw1 = Map::load(lists.state1, Type::float32, first, n);
   Raw const raw2 = Map::load(lists.state2, Type::float32, first, n);
-  bool const is_split = kNarrow && lists.copy.type == Type::remainder;
-  Raw raw_rest = {};
-  if (is_split) {
-    raw_rest = Map::load(lists.copy, Type::remainder, first, n);
-  }
+  bool const is_split = kNarrow && is_remainder(lists.copy.type);
+  Raw const raw_rest = is_split ? remainder_share<Map>(lists.copy, first, n) : Raw{};
   Floats const g = Map::widened(raw_gradient, lists.gradient.type);
   Floats w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
   if (kNarrow && lists.adopts) {
@@ -145,17 +142,26 @@ struct Apply {
   }
 };
 
+// Calls body(chunk, step) if the block has a chunk that is stepped.
+template <class Body>
+AMP_DEVICE void if_taken(StepArgs const& args, Body const& body) {
+  Chunk const chunk = args.chunks[blockIdx.x];
+  if (!is_skipped(args) && args.gradients[chunk.tensor]) {
+    body(chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32});
+  }
+}
+
 template <bool kNarrow>
 AMP_DEVICE void apply_chunk(StepArgs const& args) {
-  Chunk const chunk = args.chunks[blockIdx.x];
-  if (is_skipped(args) || !args.gradients[chunk.tensor]) {
-    return;
-  }
-  update_chunk<Apply, kNarrow>(args, chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32});
+  if_taken(args, [&](Chunk chunk, Entry const& step) { update_chunk<Apply, kNarrow>(args, chunk, step); });
+}
+AMP_DEVICE void apply_chunk_of_bytes(StepArgs const& args) {
+  if_taken(args, [&](Chunk chunk, Entry const& step) { update_chunk_of_bytes<Apply>(args, chunk, step); });
 }
 
 __global__ void __launch_bounds__(kUpdateThreads, 2) apply(StepArgs const args) { apply_chunk<false>(args); }
 __global__ void __launch_bounds__(kUpdateThreads, 2) narrow_apply(StepArgs const args) { apply_chunk<true>(args); }
+__global__ void __launch_bounds__(kThreads, 3) bytes_apply(StepArgs const args) { apply_chunk_of_bytes(args); }
 
 }  // namespace
 
@@ -167,6 +173,10 @@ void lamb(StepArgs const& args, cudaStream_t stream) {
   launch(args.narrow ? narrow_moments : moments, args.n_chunks, kThreads, stream, args);
   launch(segments, 2 * ((args.n_chunks + kThreads - 1) / kThreads), kThreads, stream, args);
   launch(ratios, prepare_blocks(args), kPrepareThreads, stream, args);
+  if (args.has_bytes) {
+    launch(bytes_apply, args.n_chunks, kThreads, stream, args);
+    return;
+  }
   launch(args.narrow ? narrow_apply : apply, args.n_chunks, kUpdateThreads, stream, args);
 }
 

@@ -71,6 +71,23 @@ AMP_DEVICE void store_2_if(bool exists, void* to, uint32_t bits) {
                "h"(uint16_t(bits)), "r"(uint32_t(exists)));
 }
 
+AMP_DEVICE void store_4(void* to, uint32_t bits) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(bits));
+}
+
+AMP_DEVICE uint32_t load_1_if(bool exists, void const* from) {
+  uint32_t bits = 0;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u8 %0, [%1]; }"
+               : "+r"(bits)
+               : "l"(__cvta_generic_to_global(from)), "r"(uint32_t(exists)));
+  return bits;
+}
+
+AMP_DEVICE void store_1_if(bool exists, void* to, uint32_t bits) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.u8 [%0], %1; }" ::"l"(__cvta_generic_to_global(to)),
+               "r"(bits), "r"(uint32_t(exists)));
+}
+
 // Like float_from_f16 and the others in math/types.h, except that a NaN becomes 0x7fff or 0x7fffffff.
 AMP_DEVICE float widened_f16(uint32_t bits) {
   float x;

@@ -8,8 +8,6 @@ namespace amp_engine::cuda {
 
 static_assert(kLanes == kThreads && kSlots == kShare);
 
-constexpr uint32_t kWarp = 0xffffffffu;
-
 struct Add {
   template <class T>
   AMP_DEVICE T operator()(T a, T b) const {

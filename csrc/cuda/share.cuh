@@ -8,6 +8,8 @@ namespace amp_engine::cuda {
 
 constexpr int kStride = 2048;  // distance from one share of a thread to its next, in elements
 
+constexpr uint32_t kWarp = 0xffffffffu;
+
 // Threads of a block that sums: the lanes of math/reduction.h.
 constexpr int kThreads = 256;
 constexpr int kShare = kStride / kThreads;
@@ -122,7 +124,26 @@ struct QuadsOf {
       store_8(at + offset(k) * 2, raw.word + k / 2);
     }
   }
+  // Bytes: four to a word. Eight threads have a block of math/blocks.h in four elements each.
+  static constexpr int kInBlock = 4, kThreadsOfBlock = 8;
+  static AMP_DEVICE Raw load_bytes(List const& list, int first, int) {
+    Raw raw;
+#pragma unroll
+    for (int k = 0; k < n; k += 4) {
+      raw.word[k / 4] = load_4(list.at(first + position(k), Type::byte));
+    }
+    return raw;
+  }
+  static AMP_DEVICE void store_bytes(List const& list, int first, int, Raw const& raw) {
+#pragma unroll
+    for (int k = 0; k < n; k += 4) {
+      store_4(list.at(first + position(k), Type::byte), raw.word[k / 4]);
+    }
+  }
+  static AMP_DEVICE uint32_t byte(Raw const& raw, int k) { return raw.word[k / 4] >> k % 4 * 8 & 0xffu; }
+  static AMP_DEVICE void set_byte(Raw& raw, int k, uint32_t bits) { raw.word[k / 4] |= bits << k % 4 * 8; }
   static AMP_DEVICE uint16_t half(Raw const& raw, int k) { return uint16_t(raw.word[k / 2] >> k % 2 * 16); }
+  static AMP_DEVICE void set_half(Raw& raw, int k, uint32_t bits) { raw.word[k / 2] |= bits << k % 2 * 16; }
   static AMP_DEVICE Floats widened(Raw const& raw, Type type) {
     Floats x;
     if (type == Type::float32) {
@@ -205,7 +226,26 @@ struct SinglesOf {
       store_2_if(i + offset(k) < n, at + offset(k) * 2, raw.word[k / 2] >> k % 2 * 16);
     }
   }
+  // Bytes: one to a word. A warp has a block of math/blocks.h for each element of a share.
+  static constexpr int kInBlock = 1, kThreadsOfBlock = 32;
+  static AMP_DEVICE Raw load_bytes(List const& list, int first, int n) {
+    Raw raw;
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      raw.word[k] = load_1_if(first + position(k) < n, list.at(first + position(k), Type::byte));
+    }
+    return raw;
+  }
+  static AMP_DEVICE void store_bytes(List const& list, int first, int n, Raw const& raw) {
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      store_1_if(first + position(k) < n, list.at(first + position(k), Type::byte), raw.word[k]);
+    }
+  }
+  static AMP_DEVICE uint32_t byte(Raw const& raw, int k) { return raw.word[k]; }
+  static AMP_DEVICE void set_byte(Raw& raw, int k, uint32_t bits) { raw.word[k] = bits; }
   static AMP_DEVICE uint16_t half(Raw const& raw, int k) { return uint16_t(raw.word[k]); }
+  static AMP_DEVICE void set_half(Raw& raw, int k, uint32_t bits) { raw.word[k] = bits; }
   static AMP_DEVICE Floats widened(Raw const& raw, Type type) {
     Floats x;
     if (type == Type::float32) {

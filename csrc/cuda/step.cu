@@ -14,31 +14,41 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-template <class Update, bool kNarrow>
-AMP_DEVICE void update_if_taken(StepArgs const& args) {
+// Calls body(chunk, gradient) if the block has a chunk that is stepped.
+template <class Body>
+AMP_DEVICE void if_taken(StepArgs const& args, Body const& body) {
   Chunk const chunk = args.chunks[blockIdx.x];
   if (is_skipped(args)) {
     return;
   }
   Entry const gradient = gradient_of(args, chunk.tensor);
   if (gradient.data) {
-    update_chunk<Update, kNarrow>(args, chunk, gradient);
+    body(chunk, gradient);
   }
 }
 
 template <class Update>
 __global__ void __launch_bounds__(kUpdateThreads, 2) update(StepArgs const args) {
-  update_if_taken<Update, false>(args);
+  if_taken(args, [&](Chunk chunk, Entry const& gradient) { update_chunk<Update, false>(args, chunk, gradient); });
 }
 
 template <class Update>
 __global__ void __launch_bounds__(kUpdateThreads, 2) narrow(StepArgs const args) {
-  update_if_taken<Update, true>(args);
+  if_taken(args, [&](Chunk chunk, Entry const& gradient) { update_chunk<Update, true>(args, chunk, gradient); });
+}
+
+template <class Update>
+__global__ void __launch_bounds__(kThreads, 3) bytes(StepArgs const args) {
+  if_taken(args, [&](Chunk chunk, Entry const& gradient) { update_chunk_of_bytes<Update>(args, chunk, gradient); });
 }
 
 template <class Update>
 void run(StepArgs const& args, cudaStream_t stream) {
   launch(prepare<Update>, prepare_blocks(args), kPrepareThreads, stream, args);
+  if (args.has_bytes) {
+    launch(bytes<Update>, args.n_chunks, kThreads, stream, args);
+    return;
+  }
   launch(args.narrow ? narrow<Update> : update<Update>, args.n_chunks, kUpdateThreads, stream, args);
 }
 

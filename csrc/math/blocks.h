@@ -6,7 +6,7 @@
 // floats with 4 bits of fraction from `offset` on: steps of offset / 16 near 0, of a 16th to a 32nd of large values.
 #pragma once
 
-#include "types.h"
+#include "halves.h"
 
 namespace amp_engine {
 
@@ -17,7 +17,7 @@ constexpr int kDropped = 19;  // bits of a float32's fraction that a code lacks
 struct SignedCode {
   static constexpr bool kSigned = true;
   static constexpr uint32_t kTop = 127, kOffset = (127u - 7) << 23, kLeast = 0;
-  static constexpr int kNoise = 0;  // where its noise begins
+  static constexpr int kNoise = 0;  // where the 12 bits of its noise begin
 };
 
 // 256 magnitudes from 2^-15: of a second moment. A block that is not 0 has none below 2^-20 of its power of two: a step
@@ -27,6 +27,10 @@ struct UnsignedCode {
   static constexpr uint32_t kTop = 255, kOffset = (127u - 15) << 23, kLeast = (127u - 20) << 23;
   static constexpr int kNoise = 12;
 };
+
+// Half of the noise's last bit, and -offset.
+template <class Code>
+constexpr uint32_t added_constant = (1u << (kDropped - 13)) | (0u - Code::kOffset);
 
 AMP_HD int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
@@ -40,21 +44,39 @@ AMP_HD float inverse_scale_of(uint8_t exponent) {
                                           : float_of(exponent == 254 ? 0x00400000u : uint32_t(254 - exponent) << 23);
 }
 
+// The noise of element i of a tensor in blocks: two elements, 16 apart in a block, share one of `noise_at`, which is
+// turned by half for the second. The highest 8 bits are for a weight of 24 bits.
+AMP_HD uint32_t noise_in_block(int64_t i, uint32_t of_step) {
+  uint32_t const noise = noise_at(i / kBlock * (kBlock / 2) + i % (kBlock / 2), of_step);
+  return i % kBlock < kBlock / 2 ? noise : (noise >> 16) | (noise << 16);
+}
+
+// Below all the roundings of a fused multiply-add are exact, but for the one of `encoded`, because scales are powers of
+// two.
 template <class Code>
 AMP_HD float decoded(uint32_t code, float scale) {
-  float const y = float_of(((code & Code::kTop) << kDropped) + Code::kOffset) - float_of(Code::kOffset);
-  float const magnitude = (y < float_of(Code::kLeast) ? float_of(Code::kLeast) : y) * scale;
-  return Code::kSigned ? float_of(bits_of(magnitude) | (code & 0x80u) << 24) : magnitude;
+  float const y = float_of(((code & Code::kTop) << kDropped) + Code::kOffset);
+  float const x = fma(y, scale, -float_of(Code::kOffset) * scale);
+  float const least = float_of(Code::kLeast) * scale;
+  return Code::kSigned ? float_of(bits_of(x) | ((code & 0x80u) << 24)) : x > least ? x : least;
+}
+
+// Added to the bits of y + offset before the bits below a code are dropped: `noise` where these are, and -offset, so that
+// codes begin at 0.
+template <class Code>
+AMP_HD uint32_t added_bits(uint32_t noise) {
+  constexpr int kLeft = kDropped - 12 - Code::kNoise;
+  uint32_t const moved = kLeft >= 0 ? noise << (kLeft & 31) : noise >> (-kLeft & 31);
+  return (moved & (0xfffu << (kDropped - 12))) | added_constant<Code>;
 }
 
 // `noise`: that of noise_at.
 template <class Code>
 AMP_HD uint8_t encoded(float x, float inverse_scale, uint32_t noise) {
   float const y = fma(float_of(bits_of(x) & 0x7fffffffu), inverse_scale, float_of(Code::kOffset));
-  uint32_t const by_chance = bits_of(y) + ((noise >> Code::kNoise & 0xfffu) << (kDropped - 12) | 1u << (kDropped - 13));
-  uint32_t const place = (by_chance >> kDropped) - (Code::kOffset >> kDropped);
+  uint32_t const place = (bits_of(y) + added_bits<Code>(noise)) >> kDropped;
   uint32_t const code = place > Code::kTop ? Code::kTop : place;
-  return uint8_t(Code::kSigned ? code | (bits_of(x) >> 24 & 0x80u) : code);
+  return uint8_t(Code::kSigned ? code | ((bits_of(x) >> 24) & 0x80u) : code);
 }
 
 }  // namespace amp_engine

@@ -34,15 +34,16 @@ AMP_HD float joined(Halves const& halves) {
   return float_of((uint32_t(halves.rounded) - was_rounded_up) << 16 | halves.remainder);
 }
 
-// A float32 rounded by chance to 24 bits, as the nearest bfloat16 (ties towards zero) and the next 8 bits, which are the
-// upper half of a remainder: `joined` with `remainder << 8` restores the 24 bits. To nearest, an update below 2^-17 of
-// the weight would be lost. `noise`: 8 bits.
+// A float32 rounded by chance to 24 bits, as the bfloat16 that these round to and the next 8 bits, which are the upper
+// half of a remainder: `joined` with `remainder << 8` restores the 24 bits. To nearest, an update below 2^-17 of the
+// weight would be lost. A tie below an even bfloat16 becomes one of its neighbours, by chance too. `noise`: 8 bits.
 AMP_HD Halves split24(float x, uint32_t noise) {
   uint32_t bits = bits_of(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
     return {0x7fc0u, 0};
   }
   bits += noise;
+  bits += (bits & 0x1ff00u) != 0x18000u ? 0u : noise & 1u ? 0x100u : 0u - 0x100u;
   uint32_t const remainder = bits >> 8 & 0xffu;
   return {uint16_t((bits >> 16) + (remainder > 0x80u)), uint16_t(remainder)};
 }
@@ -56,9 +57,9 @@ AMP_HD uint32_t mixed(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// The noise of element i at a step: 16 bits for each of two bfloat16 moments; or, from the lowest bit on, 12 bits for
-// each of two moments in blocks; the highest 8 bits are for a weight of 24 bits. `of_step` is the number of the step
-// after `mixed`. The noise depends on step and position only, so all backends, and a run that is resumed, have the same.
+// The noise of element i at a step: 16 bits for each of two moments; the highest 8 bits are for a weight of 24 bits, too.
+// `of_step` is the number of the step after `mixed`. The noise depends on step and position only, so all backends, and
+// a run that is resumed, have the same noise.
 AMP_HD uint32_t noise_at(int64_t i, uint32_t of_step) { return mixed(uint32_t(i) + of_step); }
 
 // Stochastic rounding: rounds up with the probability that makes the mean exact. With rounding to nearest, a second

@@ -10,12 +10,13 @@ CHOICES = (
     ("O0", "FP32", {}),
     ("O5", "bfloat16, FP32 masters", {}),
     ("O5", "split masters, bfloat16 moments", {"master_weights": "split", "moment_dtype": torch.bfloat16}),
+    ("O5", "24-bit masters, 8-bit moments", {"master_weights": "24bit", "moment_dtype": "8bit"}),
     ("O5", "no masters: loses small updates", {"master_weights": False}),
 )
 COLORS = {"weights": TEAL, "masters": ORANGE, "gradients": BLUE, "moments": PURPLE}
 NAMES = {"parameters": "weights", "gradients": "gradients", "optimizer state": "moments"}  # else masters
 LEFT, TOP, ROW, BYTE, COUNT = 260, 70, 46, 30, 512 * 512
-ALT = "Bytes a parameter of weights, masters, gradients and moments: 16 in FP32, 16 at O5, 10 at O5 in less memory"
+ALT = "Bytes a parameter of weights, masters, gradients and moments: 16 in FP32, 16 at O5, 10 and 7 at O5 in less memory"
 picture = Picture(LEFT + BYTE * 16 + 60, TOP + ROW * len(CHOICES), ALT)
 picture.text(20, 36, "bytes a parameter, with Adam", 13, SOFT)
 for place, (name, color) in enumerate(COLORS.items()):

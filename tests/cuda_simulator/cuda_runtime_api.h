@@ -170,6 +170,11 @@ T __shfl_down_sync(uint32_t, T value, unsigned offset) {
 }
 
 template <class T>
+T __shfl_xor_sync(uint32_t, T value, int mask) {
+  return simulator::from_lane(value, threadIdx.x % 32 ^ unsigned(mask));
+}
+
+template <class T>
 T __shfl_sync(uint32_t, T value, int lane) {
   return simulator::from_lane(value, unsigned(lane));
 }

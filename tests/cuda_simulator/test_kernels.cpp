@@ -67,6 +67,12 @@ struct Tensor {
 
   char* data() const { return memory.get() + offset * size_of(type); }
   size_t bytes() const { return size_t(numel * size_of(type)); }
+  Tensor& randomize() {
+    for (size_t i = 0; i < bytes(); ++i) {
+      data()[i] = char(random_bits());
+    }
+    return *this;
+  }
   void set(int64_t i, float x) {
     if (type == Type::float32) {
       std::memcpy(data() + i * 4, &x, 4);
@@ -74,6 +80,14 @@ struct Tensor {
       uint16_t const bits = type == Type::float16 ? f16_from_float(x) : bf16_from_float(x);
       std::memcpy(data() + i * 2, &bits, 2);
     }
+  }
+  // Any codes, with exponents near that of 1.
+  Tensor& in_blocks(int64_t n) {
+    randomize();
+    for (int64_t i = n; i < numel; ++i) {
+      data()[i] = char(100 + random_bits() % 30);
+    }
+    return *this;
   }
   Tensor& fill(float low, float high) {
     for (int64_t i = 0; i < numel; ++i) {
@@ -332,7 +346,7 @@ struct StepCase {
   std::vector<float> steps, norms, largest;
   std::vector<double> sum_squares;
   bool has_state1;
-  bool narrow = false;  // whether weights may have remainders, and moments be bfloat16
+  bool narrow = false;  // whether weights may have remainders, and moments be bfloat16 or bytes
   float const* inv_scale = nullptr;
   float const* norm = nullptr;
   float const* found_inf = nullptr;
@@ -355,7 +369,7 @@ struct StepCase {
     std::vector<GradientForm> forms(n);
     std::vector<float*> lamb_steps(n);
     std::vector<Tensor> scratch;
-    bool is_narrow = false;
+    bool is_narrow = false, has_bytes = false;
     for (size_t t = 0; t < n; ++t) {
       rows[t] = Row{.weight = r.weights[t].data(),
                  .state1 = has_state1 ? r.states1[t].data() : nullptr,
@@ -368,7 +382,8 @@ struct StepCase {
                  .first_chunk = first[t],
                  .n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk),
                  .state_type = states1[t].type};
-      is_narrow |= copies[t].type == Type::remainder || states1[t].type != Type::float32;
+      is_narrow |= is_remainder(copies[t].type) || states1[t].type != Type::float32;
+      has_bytes |= copies[t].type == Type::byte || states1[t].type == Type::byte;
       taken[t] = present[t] ? gradients[t].data() : nullptr;
       forms[t] = {gradients[t].type, scaled[t]};
       lamb_steps[t] = reinterpret_cast<float*>(scratch.emplace_back(Type::float32, numels[t], 0).data());
@@ -378,6 +393,7 @@ struct StepCase {
     std::vector<Partial> partials(2 * chunks.size() + 1);
     backend(StepArgs{.formula = formula,
                      .narrow = is_narrow,
+                     .has_bytes = has_bytes,
                      .rows = rows.data(),
                      .gradients = taken.data(),
                      .forms = forms.data(),
@@ -448,13 +464,28 @@ void test_steps() {
       int64_t const numel = any_numel();
       c.gradients.emplace_back(any_type(), numel, any_offset()).fill(-8.0f, 8.0f);
       bool const is_split = c.narrow && chance(2);
-      Type const state = c.narrow && c.formula == Formula::adam && chance(2) ? Type::bfloat16 : Type::float32;
+      bool const may_be_narrow = c.narrow && (c.formula == Formula::adam || c.formula == Formula::sgd);
+      Type const state = may_be_narrow ? pick({Type::float32, Type::bfloat16, Type::byte}) : Type::float32;
+      // Moments in blocks are longer than their weights.
+      int64_t const state_numel = state == Type::byte ? numel + blocks_of(numel) : numel;
       c.weights.emplace_back(is_split ? Type::bfloat16 : chance(3) ? any_type() : Type::float32, numel, any_offset())
           .fill(-1.0f, 1.0f);
-      Type const copy = is_split ? Type::remainder : pick({Type::float16, Type::bfloat16, Type::float32});
-      c.copies.emplace_back(copy, numel, any_offset()).fill(is_split ? -9.0f : 9.0f, 9.0f);  // any bits do as remainders
-      c.states1.emplace_back(state, numel, any_offset()).fill(c.formula == Formula::adagrad ? 0.0f : -1.0f, 1.0f);
-      c.states2.emplace_back(state, numel, any_offset()).fill(0.0f, 1.0f);
+      Type const copy = is_split ? pick({Type::remainder, Type::byte}) : pick({Type::float16, Type::bfloat16, Type::float32});
+      c.copies.emplace_back(copy, numel, any_offset());
+      c.states1.emplace_back(state, state_numel, any_offset());
+      c.states2.emplace_back(state, state_numel, any_offset());
+      if (is_split) {
+        c.copies.back().randomize();
+      } else {
+        c.copies.back().fill(9.0f, 9.0f);
+      }
+      if (state == Type::byte) {
+        c.states1.back().in_blocks(numel);
+        c.states2.back().in_blocks(numel);
+      } else {
+        c.states1.back().fill(c.formula == Formula::adagrad ? 0.0f : -1.0f, 1.0f);
+        c.states2.back().fill(0.0f, 1.0f);
+      }
       c.present.push_back(!chance(5));
       c.has_copy.push_back(is_split || chance(2));
       c.scaled.push_back(chance(2));

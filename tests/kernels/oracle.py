@@ -159,6 +159,13 @@ def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     return bits & 0xFFFF, bits >> 16
 
 
+def noise_in_blocks(step: Tensor, n: int) -> Tensor:
+    """32 pseudorandom bits for each of n elements in memory order: 12, 12 for the moments and 8 for the weight: int64."""
+    places = torch.arange(n)
+    bits = _mixed((places // 32 * 16 + places % 16 + _mixed(step.long())) & 0xFFFFFFFF)
+    return torch.where(places % 32 < 16, bits, bits >> 16 | (bits & 0xFFFF) << 16)
+
+
 def by_chance(value_f32: Tensor, noise: Tensor) -> Tensor:
     """Round to bfloat16 by 16 bits of `noise`, upwards with the probability that makes the mean exact.
 

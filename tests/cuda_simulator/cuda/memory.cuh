@@ -63,6 +63,20 @@ inline void store_4_if(bool exists, void* to, uint32_t bits) {
     *static_cast<uint32_t*>(to) = bits;
   }
 }
+inline void store_4(void* to, uint32_t bits) {
+  simulator::access<4>(to);
+  std::memcpy(to, &bits, 4);
+}
+inline uint32_t load_1_if(bool exists, void const* from) {
+  simulator::access<1>(from, exists);
+  return exists ? *static_cast<uint8_t const*>(from) : 0;
+}
+inline void store_1_if(bool exists, void* to, uint32_t bits) {
+  simulator::access<1>(to, exists);
+  if (exists) {
+    *static_cast<uint8_t*>(to) = uint8_t(bits);
+  }
+}
 inline uint32_t load_2_if(bool exists, void const* from) {
   simulator::access<2>(from, exists);
   return exists ? *static_cast<uint16_t const*>(from) : 0;

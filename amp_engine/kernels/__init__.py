@@ -1,11 +1,11 @@
 """Multi-tensor operations, in plain PyTorch where nothing is compiled, and steps, which need compiled kernels."""
 
 from amp_engine.kernels.backend import Checks as Checks
+from amp_engine.kernels.blocks import CODES as CODES
 from amp_engine.kernels.choice import has_native as has_native
 from amp_engine.kernels.choice import missing as missing
 from amp_engine.kernels.formulas import FORMULAS as FORMULAS
 from amp_engine.kernels.formulas import Formula as Formula
-from amp_engine.kernels.blocks import CODES as CODES
 from amp_engine.kernels.halves import REMAINDER as REMAINDER
 from amp_engine.kernels.halves import REMAINDERS as REMAINDERS
 from amp_engine.kernels.layout import FLOATS as FLOATS

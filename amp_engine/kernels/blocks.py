@@ -49,7 +49,9 @@ def in_blocks(value_f32: Tensor, code: _Code, noise: Tensor | int = _HALF) -> Te
     flat = value_f32.new_zeros(-(-n // _BLOCK) * _BLOCK)
     flat[:n] = _in_memory_order(value_f32.detach())
     magnitudes = flat.abs()
-    exponents = magnitudes.view(torch.int32).view(-1, _BLOCK).amax(1) >> 23 if n else flat.int()
+    carry = (1 << _DROPPED) + int(code.offset * 2**23)  # see exponent_of in csrc/math/blocks.h
+    largest = magnitudes.view(torch.int32).view(-1, _BLOCK).amax(1) if n else flat.int()
+    exponents = (largest.long() + carry >> 23).clamp(max=255).int()
     inverse = torch.where((exponents == 0) | (exponents == 255), 0, (254 - exponents) << 23)
     inverse = torch.where(exponents == 254, 0x00400000, inverse).view(torch.float32)
     y = magnitudes * inverse.repeat_interleave(_BLOCK) + code.offset

@@ -73,7 +73,7 @@ def step_table(
         formula: a key of `kernels.FORMULAS`: "adam", "sgd", "adagrad", "novograd" or "lamb".
         weights: n masters (float32), or parameters (of any of the three types).
         copies: n low-precision parameters that the new weights are rounded into, or None. The entry of a bfloat16
-            weight may be its remainder, int16 or uint8: the step then updates the float32 that the two hold (halves.py).
+            weight may be its remainder, int16 or uint8: the step then updates what the two hold (halves.py).
         state1: n, float32: exp_avg, momentum buffer or sum; None if the optimizer keeps none. "adam" and "sgd" also
             take bfloat16, or uint8 in blocks (blocks.py), which are rounded stochastically.
         state2: n, like state1: exp_avg_sq; None if the optimizer keeps none.

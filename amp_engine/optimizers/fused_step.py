@@ -112,7 +112,7 @@ class FusedStep:
         return self._form.dtype
 
     def keep_moments_in(self, dtype: torch.dtype, counts: bool) -> None:
-        """Keep moments in `dtype`, float32, bfloat16 or uint8, from the next step on; `counts`: and a count of steps."""
+        """Keep moments in `dtype` from the next step on; `counts`: and a count of steps, also of SGD."""
         self._form.dtype, self._form.counts = dtype, counts and not self.rule.keeps_step
 
     def plan(self, step: StepInput) -> StepInput | None:

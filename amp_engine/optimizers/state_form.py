@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
-from amp_engine.kernels import blocks
 from amp_engine.ground.distributed import is_sharded, local_of
+from amp_engine.kernels import blocks
 from amp_engine.optimizers.rules import TORCH_RULES, Rule
 
 NORM = "exp_avg_sq"  # where NovoGrad keeps the one norm of a tensor

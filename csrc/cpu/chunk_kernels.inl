@@ -305,8 +305,9 @@ struct Blocks {
 
   AMP_HD float scale(int64_t i) const { return codes ? scale_of(exponents[i / kBlock]) : 0.0f; }
   // Returns the inverse of the new scale.
+  template <class Code>
   AMP_HD float rescale(int64_t i, Magnitudes const& magnitudes) const {
-    exponents[i / kBlock] = exponent_of(magnitudes.largest());
+    exponents[i / kBlock] = exponent_of<Code>(magnitudes.largest());
     return inverse_scale_of(exponents[i / kBlock]);
   }
 };
@@ -338,8 +339,8 @@ void step_in_blocks(Row const& r, Entry const& g, Span s, typename Update::Coeff
         of_2.add(state2[j]);
         copy.template write<L>(weight_type, copy_type, r.weight, i, weight, noise[j]);
       }
-      float const inverse1 = has_first ? first.rescale(begin, of_1) : 0.0f;
-      float const inverse2 = Update::kState2 ? second.rescale(begin, of_2) : 0.0f;
+      float const inverse1 = has_first ? first.template rescale<SignedCode>(begin, of_1) : 0.0f;
+      float const inverse2 = Update::kState2 ? second.template rescale<UnsignedCode>(begin, of_2) : 0.0f;
       for (int j = 0; j < count; ++j) {
         int64_t const i = begin + j * L::kWidth;
         if (has_first) {

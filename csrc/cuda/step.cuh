@@ -241,7 +241,7 @@ AMP_DEVICE void store_moment(Blocks const& blocks, int64_t begin, int first, int
       uint32_t const other = __shfl_xor_sync(kWarp, largest, distance);
       largest = other > largest ? other : largest;
     }
-    uint8_t const exponent = exponent_of(largest);
+    uint8_t const exponent = exponent_of<Code>(largest);
     float const inverse_scale = inverse_scale_of(exponent);
     bool const is_first = threadIdx.x % Map::kThreadsOfBlock == 0;
     store_1_if(is_first && first + Map::position(k) < n, blocks.exponent<Map>(first, k), exponent);

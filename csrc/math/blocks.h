@@ -1,9 +1,10 @@
 // Moments in 8 bits: blocks of 32 elements with one exponent, as in the OCP Microscaling formats (2023), whose elements
 // get small by steps of a sixteenth and have stochastic rounding.
 //
-// A tensor of n elements is n codes in the order of memory, then ceil(n / 32) exponents: those of the largest magnitudes
-// of the blocks, as float32 has them. With y = |x| / 2^exponent, in [0, 2), a code is the place of y + offset among the
-// floats with 4 bits of fraction from `offset` on: steps of offset / 16 near 0, of a 16th to a 32nd of large values.
+// A tensor of n elements is n codes in the order of memory, then ceil(n / 32) exponents of blocks, as float32 has them.
+// With y = |x| / 2^exponent, a code is the place of y + offset among the floats with 4 bits of fraction from `offset` on:
+// steps of offset / 16 near 0, of a 16th to a 32nd of large values. The last one is 2 - 1/16. A block's exponent is that
+// of its largest magnitude, or the next one, so that no y + offset is above the last code: rounding is right on average.
 #pragma once
 
 #include "halves.h"
@@ -35,7 +36,12 @@ constexpr uint32_t added_constant = (1u << (kDropped - 13)) | (0u - Code::kOffse
 AMP_HD int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
 // `largest`: bits of the largest magnitude of a block. Infinity and NaN have 255.
-AMP_HD uint8_t exponent_of(uint32_t largest) { return uint8_t(largest >> 23); }
+template <class Code>
+AMP_HD uint8_t exponent_of(uint32_t largest) {
+  constexpr uint32_t kCarry = (1u << kDropped) + (1u << (23 - 127 + (Code::kOffset >> 23)));  // 1/16 + offset
+  uint32_t const exponent = (largest + kCarry) >> 23;
+  return uint8_t(exponent < 255 ? exponent : 255);
+}
 
 // 2^exponent. Where it would be subnormal, the block is 0; where a moment was not finite, no element of its block is.
 AMP_HD float scale_of(uint8_t exponent) { return float_of(uint32_t(exponent) << 23); }

@@ -16,7 +16,9 @@ CHOICES = (
 COLORS = {"weights": TEAL, "masters": ORANGE, "gradients": BLUE, "moments": PURPLE}
 NAMES = {"parameters": "weights", "gradients": "gradients", "optimizer state": "moments"}  # else masters
 LEFT, TOP, ROW, BYTE, COUNT = 260, 70, 46, 30, 512 * 512
-ALT = "Bytes a parameter of weights, masters, gradients and moments: 16 in FP32, 16 at O5, 10 and 7 at O5 in less memory"
+ALT = (
+    "Bytes a parameter of weights, masters, gradients and moments: 16 in FP32, 16 at O5, 10 and 7 at O5 in less memory"
+)
 picture = Picture(LEFT + BYTE * 16 + 60, TOP + ROW * len(CHOICES), ALT)
 picture.text(20, 36, "bytes a parameter, with Adam", 13, SOFT)
 for place, (name, color) in enumerate(COLORS.items()):

@@ -168,7 +168,13 @@ REFUSED = {
     "float16": ("O2", adamw, {"master_weights": "split"}, AmpStateError, "whose model is float16"),
     "float32": ("O0", adamw, {"master_weights": "split"}, AmpStateError, "whose model is float32"),
     "functions": ("O4", adamw, {"master_weights": "split"}, AmpStateError, "doesn't make sense to use master_weights"),
-    "typed wrong": ("O5", adamw, {"master_weights": "spilt"}, AmpValueError, 'none of True, False, "split" and "24bit"'),
+    "typed wrong": (
+        "O5",
+        adamw,
+        {"master_weights": "spilt"},
+        AmpValueError,
+        'none of True, False, "split" and "24bit"',
+    ),
     "class": (
         "O5",
         lambda params: torch.optim.RMSprop(params),

@@ -160,7 +160,7 @@ def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_in_blocks(step: Tensor, n: int) -> Tensor:
-    """32 pseudorandom bits for each of n elements in memory order: 12, 12 for the moments and 8 for the weight: int64."""
+    """32 pseudorandom bits for each of n elements in memory order, 12 a moment and 8 for the weight: int64."""
     places = torch.arange(n)
     bits = _mixed((places // 32 * 16 + places % 16 + _mixed(step.long())) & 0xFFFFFFFF)
     return torch.where(places % 32 < 16, bits, bits >> 16 | (bits & 0xFFFF) << 16)

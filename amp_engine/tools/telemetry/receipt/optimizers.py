@@ -128,5 +128,7 @@ def _masters(record: Record) -> str:
         parts.append(plural(sum(isinstance(one, Remainder) for one in rows.columns.beside), "split master"))
     fused = fused_step_so_far(record.optimizer)
     if fused is not None and fused.moment_dtype is not torch.float32:
-        parts.append("moments in " + ("8 bits" if fused.moment_dtype is kernels.CODES else dtype_name(fused.moment_dtype)))
+        parts.append(
+            "moments in " + ("8 bits" if fused.moment_dtype is kernels.CODES else dtype_name(fused.moment_dtype))
+        )
     return ", ".join(parts)

@@ -6,7 +6,7 @@ bfloat16 is first moved up by one unit in the last place of float32. This change
 all others stay exact.
 
 A master of 24 bits is the bfloat16 that it rounds to and the upper 8 bits of the remainder. A step rounds to 24 bits by
-chance, `split24` by itself to the nearest; a tie below an even bfloat16 becomes one of its neighbours.
+chance, `remainder24` to the nearest.
 """
 
 from __future__ import annotations
@@ -36,19 +36,16 @@ def split(value_f32: Tensor) -> tuple[Tensor, Tensor]:
     return _short(torch.where(nan, _NAN, high)).view(torch.bfloat16), _short(torch.where(nan, 0, low))
 
 
-def split24(value_f32: Tensor, noise: Tensor | int = 0x80) -> tuple[Tensor, Tensor]:
-    """Return (bfloat16, remainder of 8 bits) of a float32 tensor. `noise`: 8 bits, added below. No host sync."""
-    bits = value_f32.detach().view(torch.int32) + noise
-    neighbour = (noise & 1) * 0x200 - 0x100
-    bits = bits + ((bits & 0x1FF00) == 0x18000).int() * neighbour
-    nan = value_f32.isnan()
-    low = torch.where(nan, 0, bits >> 8 & 0xFF)
-    high = torch.where(nan, _NAN, (bits >> 16) + (low > 0x80).int())
-    return _short(high).view(torch.bfloat16), low.to(REMAINDER24)
+def remainder24(value_f32: Tensor, rounded: Tensor) -> Tensor:
+    """Return the 8 bits with which `rounded`, the bfloat16 of `value_f32`, is nearest to it. No host sync."""
+    high = rounded.detach().view(torch.int16).int()
+    units = value_f32.detach().view(torch.int32) - (high << 16) + 0x80 >> 8
+    most = 0x80 - (high & 1)  # half a unit of bfloat16 above an odd one rounds to the next
+    return torch.where(value_f32.isnan(), 0, units.clamp(min=-0x7F).minimum(most) & 0xFF).to(REMAINDER24)
 
 
 def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 tensor from which `split` or `split24` made the two parts. No host sync.
+    """Return the float32 tensor of a bfloat16 and a remainder of either type. No host sync.
 
     If `rounded` was written since `split`, the old remainder changes the result by less than half of bfloat16's unit.
     """

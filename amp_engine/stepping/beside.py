@@ -250,7 +250,7 @@ class Remainder24(Remainder):
     dtype = halves.REMAINDER24
 
     def _remainder(self, value_f32: Tensor) -> Tensor:
-        return halves.split24(value_f32)[1]
+        return halves.remainder24(value_f32, self.param)
 
 
 def _check_can_split(param: nn.Parameter) -> None:

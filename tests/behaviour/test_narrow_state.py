@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -152,8 +153,68 @@ def test_what_somebody_writes_becomes_the_master(how: str) -> None:
     torch.testing.assert_close(exact_value(weight), after, rtol=0, atol=1e-7)
 
 
-def test_close_gives_the_model_its_masters_and_moments_of_float32() -> None:
-    model, optimizer = started(**NARROW["both"])
+def test_seven_bytes_a_parameter_are_seven_bytes() -> None:
+    model, optimizer = started(task=MLP, **NARROW["seven bytes"])
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    optimizer.step()
+    count = sum(p.numel() for p in model.parameters())
+    blocks = sum(-(-p.numel() // 32) for p in model.parameters())
+    held = sum(kind.bytes for kind in amp.receipt().memory)
+    steps = 4 * len(weights_of(optimizer))
+    assert held == 7 * count + 2 * blocks + steps
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("into", [{}, NARROW["both"], NARROW["split"]], ids=["FP32", "both", "split"])
+def test_a_run_in_blocks_goes_on_in_another_form_and_back(name: str, into: dict[str, Any]) -> None:
+    make = OPTIMIZERS[name]
+    model, optimizer = started(make, **NARROW["seven bytes"])
+    train(NORMED_MLP, model, optimizer, "ccc")
+    file, values = checkpoint(model, optimizer), exact(model)
+    amp.close()
+    wide = _moments(optimizer)
+    model, optimizer = resumed(file, NORMED_MLP, make, "O5", **into)
+    assert_bitwise(exact(model), values)
+    optimizer.step()  # gradients are missing, so this only brings the state into its form
+    train(NORMED_MLP, model, optimizer, "c", first=3)
+    other, after = checkpoint(model, optimizer), exact(model)
+    amp.close()
+    assert all(torch.isfinite(m).all() and m.shape == w.shape for m, w in zip(_moments(optimizer), wide, strict=True))
+    model, optimizer = resumed(other, NORMED_MLP, make, "O5", **NARROW["seven bytes"])
+    for one, old in zip(exact(model), after, strict=True):
+        torch.testing.assert_close(one, old, rtol=2**-15, atol=0)
+    losses = train(NORMED_MLP, model, optimizer, "c" * 4, first=4)
+    assert all(map(math.isfinite, losses))
+    assert {m.dtype for m in _held(optimizer)} == {torch.uint8}
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = (optimizer.state[p] for p in weights_of(optimizer))
+    return [value for state in states for key, value in state.items() if key != "step"]
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    held = _held(optimizer)
+    assert {m.dtype for m in held} == {torch.float32}
+    return held
+
+
+def test_torch_itself_refuses_moments_in_blocks() -> None:
+    model, optimizer = started(task=MLP, **NARROW["seven bytes"])
+    train(MLP, model, optimizer, "c")
+    saved = optimizer.state_dict()
+    amp.close()
+    model = MLP.model()
+    optimizer = adamw(model.parameters())
+    optimizer.load_state_dict(saved)
+    MLP.loss(model, MLP.batch(0)).backward()
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["both", "seven bytes"])
+def test_close_gives_the_model_its_masters_and_moments_of_float32(how: str) -> None:
+    model, optimizer = started(**NARROW[how])
     train(NORMED_MLP, model, optimizer, "ccc")
     values = exact(model)
     amp.close()

@@ -166,6 +166,15 @@ def noise_in_blocks(step: Tensor, n: int) -> Tensor:
     return torch.where(places % 32 < 16, bits, bits >> 16 | (bits & 0xFFFF) << 16)
 
 
+def split24(value_f32: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to a bfloat16 and 8 bits by 8 bits of `noise`; a tie below an even bfloat16 becomes a neighbour."""
+    bits = value_f32.view(torch.int32) + noise
+    bits = bits + ((bits & 0x1FF00) == 0x18000).int() * ((noise & 1) * 0x200 - 0x100)
+    low = torch.where(value_f32.isnan(), 0, bits >> 8 & 0xFF)
+    high = torch.where(value_f32.isnan(), 0x7FC0, (bits >> 16) + (low > 0x80).int())
+    return ((high + 0x8000 & 0xFFFF) - 0x8000).to(torch.int16).view(torch.bfloat16), low.to(torch.uint8)
+
+
 def by_chance(value_f32: Tensor, noise: Tensor) -> Tensor:
     """Round to bfloat16 by 16 bits of `noise`, upwards with the probability that makes the mean exact.
 

@@ -22,22 +22,36 @@ from .test_steps import ARGUMENTS
 KINDS = pytest.mark.parametrize("code", [blocks.SIGNED, blocks.UNSIGNED], ids=["signed", "unsigned"])
 
 
-def test_a_master_of_24_bits_is_the_nearest_and_rounds_to_its_parameter() -> None:
+def of_24_bits(value_f32: Tensor) -> Tensor:
+    rounded = value_f32.bfloat16()
+    return halves.joined(rounded, halves.remainder24(value_f32, rounded))
+
+
+def test_a_master_of_24_bits_is_near_its_value_and_rounds_to_its_parameter() -> None:
     x = values()
+    x = torch.cat([x, x[: 1 << 16].view(torch.int32).bitwise_and(-(1 << 16)).add(0x7FFF).view(torch.float32)])
     x = x[x.isfinite() & (x.abs() < 2.0**127)]
-    rounded, remainder = halves.split24(x)
-    back = halves.joined(rounded, remainder)
+    back = of_24_bits(x)
     bits, new = x.view(torch.int32).long(), back.view(torch.int32).long()
-    assert (rounded.dtype, remainder.dtype) == (torch.bfloat16, torch.uint8)
     assert not (new & 0xFF).any()
-    is_tie = (bits + 0x80 & 0x1FF00) == 0x18000
+    is_tie = (bits & 0xFFFF).sub(0x8000).abs() <= 0x80
     assert (new - bits)[~is_tie].abs().max() <= 0x80
     assert (new - bits).abs().max() <= 0x180
-    assert same_bits(rounded, back.bfloat16())
-    assert torch.equal(halves.joined(*halves.split24(back)), back)
+    assert same_bits(back.bfloat16(), x.bfloat16())
+    assert torch.equal(of_24_bits(back), back)
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf])
-    assert same_bits(halves.joined(*halves.split24(special)), special)
-    assert halves.joined(*halves.split24(torch.tensor([math.nan]))).isnan().all()
+    assert same_bits(of_24_bits(special), special)
+    assert of_24_bits(torch.tensor([math.nan])).isnan().all()
+
+
+def test_every_remainder_of_a_step_is_that_of_its_value() -> None:
+    x = values()
+    x = x[x.isfinite() & (x.abs() < 2.0**127)]
+    for noise in (0, 1, 128, 255):
+        rounded, remainder = oracle.split24(x, torch.full(x.shape, noise, dtype=torch.int32))
+        back = halves.joined(rounded, remainder)
+        assert same_bits(rounded, back.bfloat16())
+        assert torch.equal(halves.remainder24(back, rounded), remainder)
 
 
 @pytest.mark.parametrize("upper", [0.0, -0.0, 1.0, -3.5])
@@ -114,10 +128,11 @@ class Tensors:
             return [t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for t in made]
 
         self.formula = formula
-        self.masters_f32 = [halves.joined(*halves.split24(w)) for w in drawn()]
+        self.masters_f32 = [of_24_bits(w) for w in drawn()]
         self.weights, self.copies = [w.clone() for w in self.masters_f32], [w.bfloat16() for w in self.masters_f32]
         if masters == "24bit":
-            self.weights, self.copies = map(list, zip(*map(halves.split24, self.masters_f32), strict=True))
+            self.weights = [w.bfloat16() for w in self.masters_f32]
+            self.copies = list(map(halves.remainder24, self.masters_f32, self.weights))
         self.grads = [g.bfloat16() for g in drawn()]
         self.codes = [blocks.SIGNED, blocks.UNSIGNED][: 2 if formula in ("adam", "lamb") else 1]
         self.states: list[list[Any]] = [[None] * len(shapes)] * 2
@@ -168,7 +183,7 @@ def test_a_step_in_blocks_is_that_of_float32_rounded_by_the_noise_of_the_step(fo
             noise = bits >> (0 if code.is_signed else 12) & 0xFFF
             assert torch.equal(packed[i], blocks.in_blocks(state[i], code, noise)), (i, code)
         if masters == "24bit":
-            rounded, rest = halves.split24(w, (bits >> 24).int().as_strided(w.shape, w.stride()))
+            rounded, rest = oracle.split24(w, (bits >> 24).int().as_strided(w.shape, w.stride()))
             assert same_bits(t.weights[i], rounded)
             assert torch.equal(t.copies[i], rest)
         else:
@@ -186,7 +201,7 @@ def test_a_step_of_24_bits_is_that_of_float32_rounded_by_the_noise_of_the_step(f
     truth.step(t.grads, [True] * n, [hyper], inv_scale=torch.tensor(0.5))
     t.take()
     for i, w in enumerate(wide):
-        rounded, rest = halves.split24(w, (oracle.noise(t.steps[i], w)[1] >> 8).int())
+        rounded, rest = oracle.split24(w, (oracle.noise(t.steps[i], w)[1] >> 8).int())
         assert same_bits(t.weights[i], rounded)
         assert torch.equal(t.copies[i], rest)
 

@@ -17,6 +17,7 @@ from amp_engine.kernels import FORMULAS, _native
 
 from .conftest import NATIVE
 from .lists import FLOATS, Arena, Rows, bits, rows, same_values
+from .test_blocks import SHAPES, Tensors
 from .test_steps import ARGUMENTS, SCALE, norm_of, step
 
 SETS = ("portable", "avx2", "avx512")
@@ -60,6 +61,12 @@ def outcome() -> list[Tensor]:
         r = rows(Arena(), SCALE)
         step(formula, r, h, inv_scale=torch.tensor(1 / SCALE))
         results += [*r.tensors(), *stepped(formula, stream_copies=True)]
+    for formula in ("adam", "sgd"):
+        for masters in ("24bit", "FP32"):
+            narrow = Tensors(formula, SHAPES, masters, is_in_blocks=True)
+            for _ in range(2):
+                narrow.take()
+            results += narrow.written()
     arena = Arena(seed=1)
     # Beyond float16's range too, and below its normal numbers.
     r = rows(arena, 1e5)

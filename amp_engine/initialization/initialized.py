@@ -352,11 +352,10 @@ class Initialized:
         state = chain.from_iterable(one.values() for one in optimizer.state.values() if isinstance(one, dict))
         narrow = sum(isinstance(value, Tensor) and is_low_precision(value) for value in state)
         had_masters = any(next(exact_of(p), None) is not None for p in params)
-        self._take_in(optimizer, request, {})
+        self._take_in(optimizer, request, {}, is_later=True)
         del held  # the rows have it
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
-        record.is_later = True
         beside = [one for one in record.columns.beside if one is not None]
         is_half = exact_state.take(optimizer) < narrow and request.moment_dtype is torch.float32
         for line in report.later_optimizer(type(optimizer).__name__, len(beside), had_masters, is_half):
@@ -432,6 +431,7 @@ class Initialized:
         optimizer: Optimizer,
         request: Request,
         exact: Mapping[int, Tensor],
+        is_later: bool = False,
     ) -> None:
         policy = request.policy
         # Shards are FP32 and need no masters.
@@ -466,7 +466,7 @@ class Initialized:
                 warn_of_converted(policy, record.optimizer)
 
             keeps_half = request.keeps_half and rows.makes_masters
-            record = Record(optimizer, rows, Pending(self.records.events), ranks, check, keeps_half)
+            record = Record(optimizer, rows, Pending(self.records.events), ranks, check, keeps_half, is_later)
             self.records.add(record)
             stash.put_on(optimizer, record, self.records, StepHook(record, self.records))
             if split is not None or request.moment_dtype is not torch.float32:

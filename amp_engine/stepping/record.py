@@ -112,13 +112,13 @@ class Record:
         ranks: the ranks that train with this one; None: found from the rows.
         check: called with this object before its first `scale_loss` or step; may raise AmpStateError.
         keeps_half: True if the step unscales half gradients beside masters, and discards them.
+        is_later: True if the optimizer was made after `initialize`.
 
     Attributes:
         state: the unit of the gradients.
         delayed: the backward of gradients that `delay_unscale` left scaled; None unless the state is DELAYED.
         passed: the last backward at a scale of 1 whose gradients no check saw; None if there is none.
         needs_kernels: True if only the kernels can do its step (split masters, narrow moments).
-        is_later: True if the optimizer was made after `initialize`.
         has_left: True if the last step may have been skipped, so that gradients are left which may not be finite.
         backward_seen: True if there was a backward since the last step.
     """
@@ -131,6 +131,7 @@ class Record:
         ranks: Ranks | None = None,
         check: Callable[[Record], None] | None = None,
         keeps_half: bool = False,
+        is_later: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         rows.scan()
@@ -141,7 +142,7 @@ class Record:
         self.delayed: Backward | None = None
         self.passed: Backward | None = None
         self.needs_kernels = False
-        self.is_later = False
+        self.is_later = is_later
         self.has_left = False
         self.backward_seen = False
         self.is_captured = False  # True if a CUDA graph has a backward that left present gradients

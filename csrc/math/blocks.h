@@ -38,7 +38,7 @@ AMP_HD int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; 
 // `largest`: bits of the largest magnitude of a block. Infinity and NaN have 255.
 template <class Code>
 AMP_HD uint8_t exponent_of(uint32_t largest) {
-  constexpr uint32_t kCarry = (1u << kDropped) + (1u << (23 - 127 + (Code::kOffset >> 23)));  // 1/16 + offset
+  constexpr uint32_t kCarry = (1u << kDropped) + (1u << (int(Code::kOffset >> 23) - 104));  // 1/16 + offset
   uint32_t const exponent = (largest + kCarry) >> 23;
   return uint8_t(exponent < 255 ? exponent : 255);
 }

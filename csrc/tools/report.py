@@ -33,7 +33,7 @@ THREADS = dict.fromkeys(("apply", "update", "narrow", "narrow_apply"), 512)
 OTHER_THREADS = 256  # in blocks that sum
 BLOCKS = {
     **{"map<Check>": 5, "map": 4, "apply": 2, "update": 2, "moments": 3},
-    **{"narrow": 2, "narrow_apply": 2, "narrow_moments": 2},
+    **{"narrow": 2, "narrow_apply": 2, "narrow_moments": 2, "bytes": 3, "bytes_apply": 3},
 }
 REGISTERS = 65536  # per multiprocessor
 MOST_THREADS = 2048

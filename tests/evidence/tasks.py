@@ -24,6 +24,9 @@ LEVELS = {
     "O5": {"opt_level": "O5"},
     "O5, split masters": {"opt_level": "O5", "master_weights": "split"},
     "O5, bfloat16 moments": {"opt_level": "O5", "moment_dtype": torch.bfloat16},
+    "O5, masters of 24 bits": {"opt_level": "O5", "master_weights": "24bit"},
+    "O5, 8-bit moments": {"opt_level": "O5", "moment_dtype": "8bit"},
+    "O5, 7 bytes": {"opt_level": "O5", "master_weights": "24bit", "moment_dtype": "8bit"},
 }
 CONTROLS = {
     "pure bfloat16": {"opt_level": "O5", "master_weights": False},

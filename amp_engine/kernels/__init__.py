@@ -7,6 +7,7 @@ from amp_engine.kernels.choice import missing as missing
 from amp_engine.kernels.formulas import FORMULAS as FORMULAS
 from amp_engine.kernels.formulas import Formula as Formula
 from amp_engine.kernels.halves import REMAINDER as REMAINDER
+from amp_engine.kernels.halves import REMAINDER24 as REMAINDER24
 from amp_engine.kernels.halves import REMAINDERS as REMAINDERS
 from amp_engine.kernels.layout import FLOATS as FLOATS
 from amp_engine.kernels.layout import is_dense as is_dense
@@ -29,6 +30,7 @@ __all__ = [
     "FLOATS",
     "CODES",
     "REMAINDER",
+    "REMAINDER24",
     "REMAINDERS",
     "Checks",
     "FORMULAS",

@@ -48,7 +48,7 @@ class MissingGradients:
 
     def warn_of_no_scale(self, optimizer: Optimizer) -> None:
         """Before the step of gradients that no `scale_loss` saw: warn if none was before, nor torch's GradScaler."""
-        if self._is_scale_known:
+        if self._is_scale_known or is_called_by("torch.distributed.checkpoint.state_dict"):  # its step of zeros
             return
         self._is_scale_known = True
         if not is_called_by("torch.amp.grad_scaler"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
-from amp_engine.kernels import Formula
+from amp_engine.kernels import Formula, blocks
 from amp_engine.kernels.formulas import Adagrad, Adam, Lamb, NovoGrad, Sgd
 from tests.gpu.support import (
     FLOATS,
@@ -124,6 +124,23 @@ def test_small_clipped_steps_are_the_same_on_the_cpu(kind, h):
         on_device = {name: torch.tensor(x, device=device) for name, x in scalars.items()}
         for k in range(len(p.gradients)):
             p.step(table, k, replace(h, lr=torch.tensor(0.02, device=device)), max_norm=0.5, **on_device)
+    assert_same_bits(ours.outcome(), on_cpu.outcome())
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_small_steps_of_seven_bytes_are_the_same_on_the_cpu(kind):
+    on_cpu = problem(kind, (1, 31, 33, 4096, 40000))
+    n = len(on_cpu.weights)
+    on_cpu.weights = [randn(w.numel(), torch.bfloat16, i % 3) for i, w in enumerate(on_cpu.weights)]
+    on_cpu.copies = [torch.zeros(w.numel(), dtype=kernels.REMAINDER24) for w in on_cpu.weights]
+    in_blocks = [torch.zeros(blocks.size_in_blocks(w.numel()), dtype=kernels.CODES) for w in on_cpu.weights]
+    on_cpu.state1 = in_blocks
+    on_cpu.state2 = [m.clone() for m in in_blocks] if kind == "adam" else [None] * n
+    ours = on_cpu.on_gpu()
+    for p, device in ((on_cpu, "cpu"), (ours, GPU)):
+        table, inv_scale = p.table(), torch.tensor(INV_SCALE, device=device)
+        for k in range(len(p.gradients)):
+            p.step(table, k, HYPERPARAMETERS[kind][-1], inv_scale=inv_scale)
     assert_same_bits(ours.outcome(), on_cpu.outcome())
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ LEARNING_RATE = 1e-5
 CHECK, CHECK_FLOAT = 2.0, 4.0  # bytes a parameter
 UNSCALE_HALF, UNSCALE_FLOAT = 4.0, 8.0
 UPDATE = {"adam": 28.0, "sgd": 20.0, "lamb": 40.0}  # from half gradients, with momentum, half weights written back
+UPDATE_7_BYTES = 12.1  # Adam with masters of 24 bits and moments in 8 bits
 UPDATE_FLOAT = 28.0  # Adam of FP32 gradients and parameters
 PEER = 60.0  # casts 6 + 6, unscale_ 8, clip 4 + 8, AdamW 28
 STATES = {"adam": 2, "sgd": 1, "lamb": 2}
@@ -155,16 +157,17 @@ def ours(
     gradients: list[Tensor],
     optimizer_of: Callable[[Iterator[nn.Parameter]], Optimizer] = adamw,
     zeroed: bool = True,
+    **options: Any,
 ) -> Run:
     """Return one step at `level` from the end of the backward on, until `stack` is closed.
 
-    O1 unscales in place, the same gradients again and again: there the scale is 1.
+    O1 unscales in place, the same gradients again and again: there the scale is 1. `options`: of `initialize`.
     """
     model = Tensors(shape)
     optimizer = optimizer_of(model.parameters())
     engine = stack.enter_context(Engine())
-    scale = {"max_loss_scale": 1.0} if level == "O1" else {}
-    engine.initialize(model, optimizer, opt_level=level, verbosity=0, **scale)
+    options |= {"max_loss_scale": 1.0} if level == "O1" else {}
+    engine.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     params = list(model.parameters())
     loss = torch.zeros((), device=shape.device)
 
@@ -310,8 +313,11 @@ class Cases:
         shape = self.shape(300, self._largest)
         gradients = shape.random(torch.bfloat16)
         with ExitStack() as stack:
+            small = {"master_weights": "24bit", "moment_dtype": "8bit"}
+            in_7_bytes = ours(stack, shape, "O5", gradients, **small)
             contestants = [
                 Contestant("ours", ours(stack, shape, "O5", gradients), CHECK + UPDATE["adam"]),
+                Contestant("ours, 7 bytes a parameter", in_7_bytes, CHECK + UPDATE_7_BYTES, counted=True),
                 Contestant("casts, clip, AdamW(fused)", peer(shape, gradients), peer=True, counted=True),
             ]
             self._race.run(f"AdamW, O5, {shape}", shape.total, contestants, 2.5)

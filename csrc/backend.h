@@ -83,8 +83,7 @@ AMP_HD float norm_of(CheckArgs const& args, double sum_squares) {
 
 struct StepArgs {
   Formula formula;
-  bool narrow;                // true if a row has a remainder or moments that are not float32: a GPU then runs other
-  bool has_bytes;             // kernels; and others again if some of these are bytes
+  bool narrow;                // true if a row has a remainder or narrow moments: a GPU then runs other kernels
   Row const* rows;
   void* const* gradients;     // [n_tensors]; null: the tensor is not stepped
   GradientForm const* forms;  // [n_tensors]

@@ -151,17 +151,13 @@ AMP_DEVICE void if_taken(StepArgs const& args, Body const& body) {
   }
 }
 
-template <bool kNarrow>
-AMP_DEVICE void apply_chunk(StepArgs const& args) {
-  if_taken(args, [&](Chunk chunk, Entry const& step) { update_chunk<Apply, kNarrow>(args, chunk, step); });
-}
-AMP_DEVICE void apply_chunk_of_bytes(StepArgs const& args) {
-  if_taken(args, [&](Chunk chunk, Entry const& step) { update_chunk_of_bytes<Apply>(args, chunk, step); });
+__global__ void __launch_bounds__(kUpdateThreads, 2) apply(StepArgs const args) {
+  if_taken(args, [&](Chunk chunk, Entry const& step) { update_chunk<Apply>(args, chunk, step); });
 }
 
-__global__ void __launch_bounds__(kUpdateThreads, 2) apply(StepArgs const args) { apply_chunk<false>(args); }
-__global__ void __launch_bounds__(kUpdateThreads, 2) narrow_apply(StepArgs const args) { apply_chunk<true>(args); }
-__global__ void __launch_bounds__(kThreads, 3) bytes_apply(StepArgs const args) { apply_chunk_of_bytes(args); }
+__global__ void __launch_bounds__(kThreads, 3) narrow_apply(StepArgs const args) {
+  if_taken(args, [&](Chunk chunk, Entry const& step) { update_narrow_chunk<Apply>(args, chunk, step); });
+}
 
 }  // namespace
 
@@ -173,11 +169,11 @@ void lamb(StepArgs const& args, cudaStream_t stream) {
   launch(args.narrow ? narrow_moments : moments, args.n_chunks, kThreads, stream, args);
   launch(segments, 2 * ((args.n_chunks + kThreads - 1) / kThreads), kThreads, stream, args);
   launch(ratios, prepare_blocks(args), kPrepareThreads, stream, args);
-  if (args.has_bytes) {
-    launch(bytes_apply, args.n_chunks, kThreads, stream, args);
-    return;
+  if (args.narrow) {
+    launch(narrow_apply, args.n_chunks, kThreads, stream, args);
+  } else {
+    launch(apply, args.n_chunks, kUpdateThreads, stream, args);
   }
-  launch(args.narrow ? narrow_apply : apply, args.n_chunks, kUpdateThreads, stream, args);
 }
 
 }  // namespace amp_engine::cuda

@@ -29,27 +29,22 @@ AMP_DEVICE void if_taken(StepArgs const& args, Body const& body) {
 
 template <class Update>
 __global__ void __launch_bounds__(kUpdateThreads, 2) update(StepArgs const args) {
-  if_taken(args, [&](Chunk chunk, Entry const& gradient) { update_chunk<Update, false>(args, chunk, gradient); });
+  if_taken(args, [&](Chunk chunk, Entry const& gradient) { update_chunk<Update>(args, chunk, gradient); });
 }
 
 template <class Update>
-__global__ void __launch_bounds__(kUpdateThreads, 2) narrow(StepArgs const args) {
-  if_taken(args, [&](Chunk chunk, Entry const& gradient) { update_chunk<Update, true>(args, chunk, gradient); });
-}
-
-template <class Update>
-__global__ void __launch_bounds__(kThreads, 3) bytes(StepArgs const args) {
-  if_taken(args, [&](Chunk chunk, Entry const& gradient) { update_chunk_of_bytes<Update>(args, chunk, gradient); });
+__global__ void __launch_bounds__(kThreads, 3) narrow(StepArgs const args) {
+  if_taken(args, [&](Chunk chunk, Entry const& gradient) { update_narrow_chunk<Update>(args, chunk, gradient); });
 }
 
 template <class Update>
 void run(StepArgs const& args, cudaStream_t stream) {
   launch(prepare<Update>, prepare_blocks(args), kPrepareThreads, stream, args);
-  if (args.has_bytes) {
-    launch(bytes<Update>, args.n_chunks, kThreads, stream, args);
-    return;
+  if (args.narrow) {
+    launch(narrow<Update>, args.n_chunks, kThreads, stream, args);
+  } else {
+    launch(update<Update>, args.n_chunks, kUpdateThreads, stream, args);
   }
-  launch(args.narrow ? narrow<Update> : update<Update>, args.n_chunks, kUpdateThreads, stream, args);
 }
 
 }  // namespace

@@ -112,54 +112,34 @@ AMP_DEVICE void store_by_chance(Lists const& lists, int64_t begin, int first, in
   }
 }
 
-// kNarrow: weights may have remainders, and moments may be bfloat16. This would take registers from every other step.
-template <class Map, class Update, bool kNarrow>
-AMP_DEVICE void update_share(Lists const& lists, int64_t begin, int first, int n,
-                             typename Update::Coefficients const& c, uint32_t of_step) {
+template <class Map, class Update>
+AMP_DEVICE void update_share(Lists const& lists, int first, int n, typename Update::Coefficients const& c) {
   bool const has_state1 = Update::kState1 && lists.has_state1;
-  bool const is_split = kNarrow && lists.copy.type == Type::remainder;
-  Type const state_type = kNarrow ? lists.state1.type : Type::float32;
   auto const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
   auto const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
-  typename Map::Raw raw_rest = {}, raw1 = {}, raw2 = {};
-  if (is_split) {
-    raw_rest = Map::load(lists.copy, Type::remainder, first, n);
-  }
+  typename Map::Raw raw1 = {}, raw2 = {};
   if (has_state1) {
-    raw1 = Map::load(lists.state1, state_type, first, n);
+    raw1 = Map::load(lists.state1, Type::float32, first, n);
   }
   if constexpr (Update::kState2) {
-    raw2 = Map::load(lists.state2, state_type, first, n);
+    raw2 = Map::load(lists.state2, Type::float32, first, n);
   }
   auto const g = Map::widened(raw_gradient, lists.gradient.type);
-  auto w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
+  auto w = Map::widened(raw_weight, lists.weight.type);
   if (lists.adopts) {
     adopt<Map>(lists.copy, first, n, w);
   }
-  auto s1 = Map::widened(raw1, state_type);
-  auto s2 = Map::widened(raw2, state_type);
+  auto s1 = Map::widened(raw1, Type::float32);
+  auto s2 = Map::widened(raw2, Type::float32);
 #pragma unroll
   for (int k = 0; k < Map::kShare; ++k) {
     Update::update(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
   }
-  bool is_stored = false;
-  if constexpr (kNarrow && kNarrowState<Update>) {
-    if (state_type != Type::float32) {
-      store_by_chance<Map, Update>(lists, begin, first, n, s1, s2, of_step);
-      is_stored = true;
-    }
+  if (has_state1) {
+    Map::store(lists.state1, Type::float32, first, n, s1);
   }
-  if (!is_stored) {
-    if (has_state1) {
-      Map::store(lists.state1, Type::float32, first, n, s1);
-    }
-    if constexpr (Update::kState2) {
-      Map::store(lists.state2, Type::float32, first, n, s2);
-    }
-  }
-  if (is_split) {
-    store_split<Map>(lists.weight, lists.copy, first, n, w);
-    return;
+  if constexpr (Update::kState2) {
+    Map::store(lists.state2, Type::float32, first, n, s2);
   }
   Map::store(lists.weight, lists.weight.type, first, n, w);
   if (lists.has_copy) {
@@ -167,31 +147,34 @@ AMP_DEVICE void update_share(Lists const& lists, int64_t begin, int first, int n
   }
 }
 
-template <class Update, bool kNarrow>
-AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gradient) {
-  Row const row = args.rows[chunk.tensor];
-  auto const c = *reinterpret_cast<typename Update::Coefficients const*>(coefficients_of(args, chunk.tensor));
-  int const n = elements_of(chunk.index, row.numel);
-  Lists const lists(row, gradient, chunk.index, kNarrow ? row.state_type : Type::float32);
+// Calls share(map, first) for the shares of a chunk of n elements, in kStride elements each.
+template <class Update, class Quads, class Singles, class Share>
+AMP_DEVICE void for_shares(Lists const& lists, int n, Share const& share) {
   // A list that the optimizer or the tensor does not have starts at null, which counts as aligned.
   bool const quads = lists.gradient.has_quads() && lists.weight.has_quads() && lists.copy.has_quads() &&
                      (!Update::kState1 || lists.state1.has_quads()) && (!Update::kState2 || lists.state2.has_quads());
-  int64_t const begin = int64_t(chunk.index) * kChunk;
-  uint32_t const of_step = kNarrow ? mixed(uint32_t(int64_t(args.steps[chunk.tensor]))) : 0;
-  auto const share = [&](auto map, int first) {
-    update_share<decltype(map), Update, kNarrow>(lists, begin, first, n, c, of_step);
-  };
   int first = 0;
   if (quads) {
 #pragma unroll 1
     for (; first + kStride <= n; first += kStride) {
-      share(QuadsOf<kUpdateShare>{}, first);
+      share(Quads{}, first);
     }
   }
 #pragma unroll 1
   for (; first < n; first += kStride) {
-    share(SinglesOf<kUpdateShare>{}, first);
+    share(Singles{}, first);
   }
+}
+
+template <class Update>
+AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gradient) {
+  Row const row = args.rows[chunk.tensor];
+  auto const c = *reinterpret_cast<typename Update::Coefficients const*>(coefficients_of(args, chunk.tensor));
+  int const n = elements_of(chunk.index, row.numel);
+  Lists const lists(row, gradient, chunk.index);
+  for_shares<Update, QuadsOf<kUpdateShare>, SinglesOf<kUpdateShare>>(lists, n, [&](auto map, int first) {
+    update_share<decltype(map), Update>(lists, first, n, c);
+  });
 }
 
 // The moments of a chunk in blocks.
@@ -254,9 +237,10 @@ AMP_DEVICE void store_moment(Blocks const& blocks, int64_t begin, int first, int
   Map::store_bytes(blocks.codes, first, n, codes);
 }
 
-// Like update_share, for tables in which some copies or moments are bytes.
+// Like update_share, for tables in which weights have remainders, or moments are narrow. The other kernels have no
+// registers to spare for it.
 template <class Map, class Update>
-AMP_DEVICE void update_bytes(Lists const& lists, Blocks const& blocks1, Blocks const& blocks2, int64_t begin, int first,
+AMP_DEVICE void update_narrow_share(Lists const& lists, Blocks const& blocks1, Blocks const& blocks2, int64_t begin, int first,
                              int n, typename Update::Coefficients const& c, uint32_t of_step) {
   using Raw = typename Map::Raw;
   using Floats = typename Map::Floats;
@@ -330,32 +314,19 @@ AMP_DEVICE void update_bytes(Lists const& lists, Blocks const& blocks1, Blocks c
   }
 }
 
-// Bytes are few: a thread has eight elements, so that as much is in flight as with wider types.
+// Narrow elements have few bytes: a thread has eight, so that as much is in flight as with wider ones.
 template <class Update>
-AMP_DEVICE void update_chunk_of_bytes(StepArgs const& args, Chunk chunk, Entry const& gradient) {
+AMP_DEVICE void update_narrow_chunk(StepArgs const& args, Chunk chunk, Entry const& gradient) {
   Row const row = args.rows[chunk.tensor];
   auto const c = *reinterpret_cast<typename Update::Coefficients const*>(coefficients_of(args, chunk.tensor));
   int const n = elements_of(chunk.index, row.numel);
   Lists const lists(row, gradient, chunk.index, row.state_type);
   Blocks const blocks1(row.state1, row, chunk.index), blocks2(row.state2, row, chunk.index);
-  bool const quads = lists.gradient.has_quads() && lists.weight.has_quads() && lists.copy.has_quads() &&
-                     (!Update::kState1 || lists.state1.has_quads()) && (!Update::kState2 || lists.state2.has_quads());
   int64_t const begin = int64_t(chunk.index) * kChunk;
   uint32_t const of_step = mixed(uint32_t(int64_t(args.steps[chunk.tensor])));
-  auto const share = [&](auto map, int first) {
-    update_bytes<decltype(map), Update>(lists, blocks1, blocks2, begin, first, n, c, of_step);
-  };
-  int first = 0;
-  if (quads) {
-#pragma unroll 1
-    for (; first + kStride <= n; first += kStride) {
-      share(Quads{}, first);
-    }
-  }
-#pragma unroll 1
-  for (; first < n; first += kStride) {
-    share(Singles{}, first);
-  }
+  for_shares<Update, Quads, Singles>(lists, n, [&](auto map, int first) {
+    update_narrow_share<decltype(map), Update>(lists, blocks1, blocks2, begin, first, n, c, of_step);
+  });
 }
 
 void lamb(StepArgs const& args, cudaStream_t stream);

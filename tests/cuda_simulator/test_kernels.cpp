@@ -369,7 +369,7 @@ struct StepCase {
     std::vector<GradientForm> forms(n);
     std::vector<float*> lamb_steps(n);
     std::vector<Tensor> scratch;
-    bool is_narrow = false, has_bytes = false;
+    bool is_narrow = false;
     for (size_t t = 0; t < n; ++t) {
       rows[t] = Row{.weight = r.weights[t].data(),
                  .state1 = has_state1 ? r.states1[t].data() : nullptr,
@@ -383,7 +383,6 @@ struct StepCase {
                  .n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk),
                  .state_type = states1[t].type};
       is_narrow |= is_remainder(copies[t].type) || states1[t].type != Type::float32;
-      has_bytes |= copies[t].type == Type::byte || states1[t].type == Type::byte;
       taken[t] = present[t] ? gradients[t].data() : nullptr;
       forms[t] = {gradients[t].type, scaled[t]};
       lamb_steps[t] = reinterpret_cast<float*>(scratch.emplace_back(Type::float32, numels[t], 0).data());
@@ -393,7 +392,6 @@ struct StepCase {
     std::vector<Partial> partials(2 * chunks.size() + 1);
     backend(StepArgs{.formula = formula,
                      .narrow = is_narrow,
-                     .has_bytes = has_bytes,
                      .rows = rows.data(),
                      .gradients = taken.data(),
                      .forms = forms.data(),

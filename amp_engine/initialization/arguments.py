@@ -305,7 +305,14 @@ def as_moment_dtype(given: torch.dtype | str | None) -> torch.dtype:
     """Return the type in which moments are kept; uint8 for "8bit"."""
     if given is None:
         return torch.float32
-    return CODES if given in ("8bit", CODES) else parse_dtype(given, "moment_dtype")
+    if given in ("8bit", CODES):
+        return CODES
+    try:
+        return parse_dtype(given, "moment_dtype")
+    except AmpTypeError:
+        raise AmpTypeError(
+            f'moment_dtype={given!r} is none of torch.float32, torch.bfloat16 and "8bit".  Use one of the three.'
+        ) from None
 
 
 def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch.dtype) -> None:

@@ -18,7 +18,7 @@ class MissingGradients:
 
     def __init__(self) -> None:
         self._is_unscaled_said = False
-        self._is_scale_known = False  # True after a `scale_loss`, and after a step without one
+        self.is_scale_known = False  # True after a `scale_loss`, and after a step without one
         self._looks = 64
         self._bodies: set[bool | None] = set()  # the arguments of `note` since the last step
 
@@ -28,7 +28,7 @@ class MissingGradients:
         Args:
             has_begun: True if a backward of the scaled loss began in the body; None if unknown.
         """
-        self._is_scale_known = True
+        self.is_scale_known = True
         if self._looks > 0:
             self._bodies.add(has_begun)
 
@@ -48,9 +48,9 @@ class MissingGradients:
 
     def warn_of_no_scale(self, optimizer: Optimizer) -> None:
         """Before the step of gradients that no `scale_loss` saw: warn if none was before, nor torch's GradScaler."""
-        if self._is_scale_known or is_called_by("torch.distributed.checkpoint.state_dict"):  # its step of zeros
+        if is_called_by("torch.distributed.checkpoint.state_dict"):  # its step of zeros
             return
-        self._is_scale_known = True
+        self.is_scale_known = True
         if not is_called_by("torch.amp.grad_scaler"):
             warn(
                 f"{type(optimizer).__name__}.step() takes gradients of a backward() outside of amp.scale_loss: nothing "

@@ -290,7 +290,8 @@ class Records:
         if not scaler.is_identity:
             if is_stepping:
                 record.refuse_unscaled()
-                if not (record.backward_seen or self.scaling.latched or self.is_rehearsal):
+                is_known = any(one.missing_gradients.is_scale_known for one in self.all)
+                if not (is_known or record.backward_seen or self.scaling.latched or self.is_rehearsal):
                     record.missing_gradients.warn_of_no_scale(record.optimizer)
             if is_captured or self.is_rehearsal or not self._skips(scaler):
                 return

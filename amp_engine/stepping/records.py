@@ -246,13 +246,13 @@ class Records:
         if not self._looks([record], None):  # nothing is told, or a `scale_loss` in it tells
             return closure
 
-        def call() -> Any:
+        def heard_closure() -> Any:  # tools/explanation.py knows the name
             loss, scaler = closure(), self.scaling.default()
             if isinstance(loss, Tensor):
                 self.note_unchecked(Backward(scaler, 0, scaler.snapshot()), loss.detach())
             return loss
 
-        return call
+        return heard_closure
 
     def _hear_of_unchecked(self, backward: Backward, value: float, loss: Tensor | None) -> None:
         loss_id = backward.loss_id

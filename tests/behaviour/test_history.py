@@ -144,6 +144,18 @@ def test_a_loss_of_several_optimizers_is_kept_once(is_delayed: bool) -> None:
         assert [number for number, _ in engine._scaling.history.track(0).losses] == [1, 2, 3]
 
 
+def test_a_step_of_three_backwards_keeps_the_last_loss() -> None:
+    with Engine() as engine:
+        model, optimizer = started("O1", task=MLP, engine=engine)
+        for index in range(2):
+            for part in range(3):
+                loss = MLP.loss(model, MLP.batch(3 * index + part)) * (1.0 if part else float("inf"))
+                with engine.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+        assert [number for number, _ in engine._scaling.history.track(0).losses] == [3, 6]
+
+
 def test_numbers_that_a_device_computes_have_arrived_when_somebody_has_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -157,6 +157,9 @@ def test_a_master_that_was_written_reaches_the_model_at_the_next_forward(pair: P
     assert outputs == [3.0 * 12, 12.0, 12.0, 12.0]
     assert pair.param[0].unique().tolist() == [3.0]
     assert pair.master[0].unique().tolist() == [3.0 + SMALL], "and keeps its bits"
+    version = pair.param._version
+    pair.forward()
+    assert pair.param._version == version, "it is rounded once"
 
 
 def test_a_master_that_was_written_reaches_the_model_at_the_next_step(pair: Pair) -> None:

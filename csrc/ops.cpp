@@ -231,8 +231,8 @@ void check_moments(Named const& list, Named const& weights) {
   for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
     auto const& weight = weights.tensors[i];
     bool const is_byte = t.scalar_type() == at::kByte;
-    TORCH_CHECK_VALUE(!weight || (is_byte ? in_blocks(t, *weight) : same_layout(t, *weight)), list.at(i), " is ", text(t),
-                      ", but ", weights.name, "[", i, "] is ", weight ? text(*weight) : "",
+    TORCH_CHECK_VALUE(!weight || (is_byte ? in_blocks(t, *weight) : same_layout(t, *weight)), list.at(i), " is ",
+                      text(t), ", but ", weights.name, "[", i, "] is ", weight ? text(*weight) : "",
                       is_byte ? ".  Its codes and the exponents of its blocks must be one flat tensor."
                               : ".  Shapes and strides must be equal.");
   });
@@ -325,7 +325,8 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
               state1.type,
               streamed,
               adopts && weight.type == Type::float32 && copy.data && copy.type != Type::float32};
-    narrow_ |= is_remainder(row.copy_type) || row.state_type != Type::float32 || (formula == Formula::lamb && row.adopts);
+    narrow_ |= is_remainder(row.copy_type) || row.state_type != Type::float32 ||
+               (formula == Formula::lamb && row.adopts);
   }
   if (device.is_cpu()) {
     coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes);

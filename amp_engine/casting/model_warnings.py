@@ -1,4 +1,4 @@
-"""What a model is warned of once: a loss that its forward computed in half, and torch.autocast around it."""
+"""Warns once a model of a loss that its forward computed in half, and of torch.autocast around it."""
 
 from __future__ import annotations
 

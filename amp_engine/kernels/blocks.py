@@ -39,8 +39,13 @@ def size_in_blocks(n: int) -> int:
 
 
 def is_in_blocks(value: Tensor, weight: Tensor) -> bool:
-    """True if `value` is the moment of `weight` in blocks; torch may have cast its codes to floats, which is exact."""
-    return value.ndim == 1 and value.numel() == size_in_blocks(weight.numel()) and value.shape != weight.shape
+    """True if `value` is the moment of `weight` in blocks; torch may have cast its codes to floats, which is exact.
+
+    Waits for the device if it has to look at floats.
+    """
+    if value.ndim != 1 or value.numel() != size_in_blocks(weight.numel()) or value.shape == weight.shape:
+        return False
+    return value.dtype is CODES or bool((value == value.to(CODES)).all())
 
 
 def in_blocks(value_f32: Tensor, code: _Code, noise: Tensor | int = _HALF) -> Tensor:

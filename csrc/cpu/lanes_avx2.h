@@ -84,7 +84,8 @@ struct Lanes {
   static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
     __m256i const number = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_ORD_Q));
     __m256i const sum = _mm256_add_epi32(_mm256_castps_si256(x.v), _mm256_srli_epi32(noise, 24));
-    __m256i const tie = _mm256_cmpeq_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0x1ff00)), _mm256_set1_epi32(0x18000));
+    __m256i const tie = _mm256_cmpeq_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0x1ff00)),
+                                           _mm256_set1_epi32(0x18000));
     __m256i const up_or_down = _mm256_and_si256(_mm256_srli_epi32(noise, 15), _mm256_set1_epi32(0x200));
     __m256i const neighbour = _mm256_sub_epi32(up_or_down, _mm256_set1_epi32(0x100));
     __m256i const bits = _mm256_add_epi32(sum, _mm256_and_si256(tie, neighbour));
@@ -119,7 +120,8 @@ struct Lanes {
     __m256i const y = _mm256_castps_si256(_mm256_fmadd_ps(magnitude, _mm256_set1_ps(inverse_scale), offset));
     constexpr int kLeft = kDropped - 12 - Code::kNoise;
     __m256i const chance = kLeft >= 0 ? _mm256_slli_epi32(noise, kLeft & 31) : _mm256_srli_epi32(noise, -kLeft & 31);
-    __m256i const mask = _mm256_set1_epi32(0xfff << (kDropped - 12)), constant = _mm256_set1_epi32(int32_t(added_constant<Code>));
+    __m256i const mask = _mm256_set1_epi32(0xfff << (kDropped - 12));
+    __m256i const constant = _mm256_set1_epi32(int32_t(added_constant<Code>));
     __m256i const added = _mm256_or_si256(_mm256_and_si256(chance, mask), constant);
     __m256i const place = _mm256_srli_epi32(_mm256_add_epi32(y, added), kDropped);
     __m256i const code = _mm256_min_epu32(place, _mm256_set1_epi32(Code::kTop));

@@ -121,7 +121,8 @@ struct Lanes {
     __m512i const y = _mm512_castps_si512(_mm512_fmadd_ps(magnitude, _mm512_set1_ps(inverse_scale), offset));
     constexpr int kLeft = kDropped - 12 - Code::kNoise;
     __m512i const chance = kLeft >= 0 ? _mm512_slli_epi32(noise, kLeft & 31) : _mm512_srli_epi32(noise, -kLeft & 31);
-    __m512i const mask = _mm512_set1_epi32(0xfff << (kDropped - 12)), constant = _mm512_set1_epi32(int32_t(added_constant<Code>));
+    __m512i const mask = _mm512_set1_epi32(0xfff << (kDropped - 12));
+    __m512i const constant = _mm512_set1_epi32(int32_t(added_constant<Code>));
     __m512i const added = _mm512_ternarylogic_epi32(chance, mask, constant, 0xea);
     __m512i const place = _mm512_srli_epi32(_mm512_add_epi32(y, added), kDropped);
     __m512i const code = _mm512_min_epu32(place, _mm512_set1_epi32(Code::kTop));

@@ -240,8 +240,8 @@ AMP_DEVICE void store_moment(Blocks const& blocks, int64_t begin, int first, int
 // Like update_share, for tables in which weights have remainders, or moments are narrow. The other kernels have no
 // registers to spare for it.
 template <class Map, class Update>
-AMP_DEVICE void update_narrow_share(Lists const& lists, Blocks const& blocks1, Blocks const& blocks2, int64_t begin, int first,
-                             int n, typename Update::Coefficients const& c, uint32_t of_step) {
+AMP_DEVICE void update_narrow_share(Lists const& lists, Blocks const& blocks1, Blocks const& blocks2, int64_t begin,
+                                    int first, int n, typename Update::Coefficients const& c, uint32_t of_step) {
   using Raw = typename Map::Raw;
   using Floats = typename Map::Floats;
   bool const has_state1 = Update::kState1 && lists.has_state1;

@@ -2,9 +2,10 @@
 // get small by steps of a sixteenth and have stochastic rounding.
 //
 // A tensor of n elements is n codes in the order of memory, then ceil(n / 32) exponents of blocks, as float32 has them.
-// With y = |x| / 2^exponent, a code is the place of y + offset among the floats with 4 bits of fraction from `offset` on:
-// steps of offset / 16 near 0, of a 16th to a 32nd of large values. The last one is 2 - 1/16. A block's exponent is that
-// of its largest magnitude, or the next one, so that no y + offset is above the last code: rounding is right on average.
+// With y = |x| / 2^exponent, a code is the place of y + offset among the floats with 4 bits of fraction from `offset`
+// on: steps of offset / 16 near 0, of a 16th to a 32nd of large values. The last one is 2 - 1/16. A block's exponent is
+// that of its largest magnitude, or the next one, so that no y + offset is above the last code: rounding is right on
+// average.
 #pragma once
 
 #include "halves.h"
@@ -67,8 +68,8 @@ AMP_HD float decoded(uint32_t code, float scale) {
   return Code::kSigned ? float_of(bits_of(x) | ((code & 0x80u) << 24)) : x > least ? x : least;
 }
 
-// Added to the bits of y + offset before the bits below a code are dropped: `noise` where these are, and -offset, so that
-// codes begin at 0.
+// Added to the bits of y + offset before the bits below a code are dropped: `noise` where these are, and -offset, so
+// that codes begin at 0.
 template <class Code>
 AMP_HD uint32_t added_bits(uint32_t noise) {
   constexpr int kLeft = kDropped - 12 - Code::kNoise;

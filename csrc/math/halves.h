@@ -57,9 +57,9 @@ AMP_HD uint32_t mixed(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// The noise of element i at a step: 16 bits for each of two moments; the highest 8 bits are for a weight of 24 bits, too.
-// `of_step` is the number of the step after `mixed`. The noise depends on step and position only, so all backends, and
-// a run that is resumed, have the same noise.
+// The noise of element i at a step: 16 bits for each of two moments; the highest 8 bits are for a weight of 24 bits,
+// too. `of_step` is the number of the step after `mixed`. The noise depends on step and position only, so all backends,
+// and a run that is resumed, have the same noise.
 AMP_HD uint32_t noise_at(int64_t i, uint32_t of_step) { return mixed(uint32_t(i) + of_step); }
 
 // Stochastic rounding: rounds up with the probability that makes the mean exact. With rounding to nearest, a second

@@ -468,7 +468,8 @@ void test_steps() {
       int64_t const state_numel = state == Type::byte ? numel + blocks_of(numel) : numel;
       c.weights.emplace_back(is_split ? Type::bfloat16 : chance(3) ? any_type() : Type::float32, numel, any_offset())
           .fill(-1.0f, 1.0f);
-      Type const copy = is_split ? pick({Type::remainder, Type::byte}) : pick({Type::float16, Type::bfloat16, Type::float32});
+      Type const copy = is_split ? pick({Type::remainder, Type::byte})
+                                 : pick({Type::float16, Type::bfloat16, Type::float32});
       c.copies.emplace_back(copy, numel, any_offset());
       c.states1.emplace_back(state, state_numel, any_offset());
       c.states2.emplace_back(state, state_numel, any_offset());

@@ -109,6 +109,7 @@ def test_codes_are_in_the_order_of_memory_and_carry_what_is_not_finite() -> None
     assert back.stride() == last.stride()
     assert (back - x).abs().max() < 0.1
     assert torch.equal(blocks.from_blocks(held.bfloat16(), blocks.SIGNED, last), back)  # as torch loads it
+    assert not blocks.is_in_blocks(held + 0.5, last), "a moment of another weight"
     for value in (math.inf, math.nan):
         x = torch.ones(64)
         x[3] = value

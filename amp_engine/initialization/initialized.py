@@ -186,7 +186,7 @@ class Initialized:
         for optimizer in request.optimizers:
             record = self.records.get(optimizer)
             assert record is not None, "it was just added"
-            masters = sum(one is not None for one in record.columns.beside)
+            masters = _counted(record)
             rule = rule_of(optimizer)
             is_known = rule is not None and all(map(rule.supports, optimizer.param_groups))
             devices = {p.device for p in record.columns.params}
@@ -356,9 +356,8 @@ class Initialized:
         del held  # the rows have it
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
-        beside = [one for one in record.columns.beside if one is not None]
         is_half = exact_state.take(optimizer) < narrow and request.moment_dtype is torch.float32
-        for line in report.later_optimizer(type(optimizer).__name__, len(beside), had_masters, is_half):
+        for line in report.later_optimizer(type(optimizer).__name__, _counted(record), had_masters, is_half):
             self._reporter.say_once(line)
         return record
 
@@ -535,6 +534,13 @@ def _match_state_to_parameters(optimizer: Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.state.update(left)
         optimizer.param_groups = groups  # equal to the loaded ones, but other code may refer to these
+
+
+def _counted(record: Record) -> str:
+    """Return how many masters an optimizer has, such as "4 FP32 masters"; "" if it has none."""
+    count = sum(one is not None for one in record.columns.beside)
+    kind = record.rows.kind
+    return f"{count} {kind.plural}" if count and kind is not None else ""
 
 
 def _warn_of_lost_hooks(changed: Sequence[nn.Parameter]) -> None:

@@ -166,14 +166,14 @@ def initialization(defaults: Policy, policy: Policy, verbosity: int) -> Iterator
         yield f"Overrides:  {', '.join(changed)}"
 
 
-def steps(kind: str, masters: int, is_by_kernels: bool) -> str:
+def steps(kind: str, masters: str, is_by_kernels: bool) -> str:
     """Message: what steps what.
 
     Args:
         kind: the class of an optimizer.
-        masters: how many FP32 masters it steps.
+        masters: such as "4 FP32 masters"; "" if it steps none.
     """
-    on_masters = f" steps {masters} FP32 masters" if masters else " steps"
+    on_masters = f" steps {masters}" if masters else " steps"
     return f"{kind}{on_masters} by {'the compiled kernels' if is_by_kernels else 'its own class'}."
 
 
@@ -190,16 +190,16 @@ def no_optimizer(dtype: torch.dtype, is_rounded: bool) -> str:
     )
 
 
-def later_optimizer(kind: str, masters: int, is_handed_over: bool, is_half: bool) -> Iterator[str]:
+def later_optimizer(kind: str, masters: str, is_handed_over: bool, is_half: bool) -> Iterator[str]:
     """Messages: an optimizer that was made after `initialize` is looked after.
 
     Args:
-        masters: how many of its parameters have FP32 masters.
+        masters: such as "4 FP32 masters"; "" if it has none.
         is_handed_over: True if these start from values that an earlier optimizer or a checkpoint left.
         is_half: True if its state was low-precision.
     """
     start = "what an earlier optimizer or a checkpoint left" if is_handed_over else "the parameters"
-    of_masters = f"  FP32 masters of {masters} parameters start from {start}." if masters else ""
+    of_masters = f"  Its {masters} start from {start}." if masters else ""
     yield f"Note:  {kind}, which was made after amp.initialize, is looked after from here on.{of_masters}"
     if masters and is_half:
         yield (

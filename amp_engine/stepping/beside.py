@@ -58,12 +58,14 @@ class Beside(Exact):
     """Keeps the float32 value of one low-precision parameter.
 
     Attributes:
+        plural: what messages call several of this kind.
         owner: gives the optimizer that steps it; None, or gives None, if that is gone or was replaced.
         is_loaded: True if a checkpoint, or an earlier optimizer, gave its value before the first step.
         chosen_grad_dtype: the type that the user chose for the gradient of the parameter; None: the parameter's.
     """
 
     __slots__ = ("_pairs", "_place", "chosen_grad_dtype", "is_loaded", "owner")
+    plural = "FP32 masters"
     _pairs: Pairs
     _place: int
 
@@ -247,6 +249,7 @@ class Remainder24(Remainder):
     """The next 8 bits of one parameter's master, which has 24."""
 
     __slots__ = ()
+    plural = "masters of 24 bits"
     dtype = halves.REMAINDER24
 
     def _remainder(self, value_f32: Tensor) -> Tensor:

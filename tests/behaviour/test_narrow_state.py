@@ -57,6 +57,16 @@ def exact(model: nn.Module) -> list[Tensor]:
     return [weight.detach().clone() for _, weight in amp.named_masters(model)]
 
 
+@pytest.mark.parametrize(
+    ("keywords", "masters"), [(NARROW["split"], "FP32 masters"), (NARROW["seven bytes"], "masters of 24 bits")]
+)
+def test_the_banner_says_what_is_stepped(keywords: dict[str, Any], masters: str, capsys: Any) -> None:
+    model = NORMED_MLP.model()
+    amp.initialize(model, adamw(model.parameters()), opt_level="O5", **keywords)
+    count = sum(p.dtype is torch.bfloat16 for p in model.parameters())
+    assert f"AdamW steps {count} {masters} by the compiled kernels." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_is_that_of_fp32_masters_but_for_ties(name: str) -> None:
     kept = {}

@@ -252,7 +252,7 @@ class World:
                 plain.data.copy_(ours)
 
     def _check_state(self, o: int) -> None:
-        near = (2e-5, 1e-9) if o in self.inexact or o in self.ref.clipped else (0.0, 0.0)
+        is_near = o in self.inexact or o in self.ref.clipped
         ours, plain = (side.state_dict()["state"] for side in (self.optimizers[o], self.ref.optimizers[o]))
         by_formula = self.kinds[o] in ("fused lamb", "fused novograd", "fused adagrad")
         for index, name in enumerate(self.ref.names(o)):
@@ -260,8 +260,10 @@ class World:
             if set(mine) != set(theirs) and not (by_formula and set(theirs) <= set(mine)):
                 raise MismatchError(f"state of {name}: {sorted(mine)}, expected {sorted(theirs)}")
             for key, value in theirs.items():
-                rtol, atol = near
                 if isinstance(value, Tensor) and isinstance(mine[key], Tensor):
+                    # A gradient may nearly cancel a moment that has signs.
+                    largest = float(value.nan_to_num(0.0, 0.0, 0.0).abs().max()) if bool((value < 0).any()) else 0.0
+                    rtol, atol = (2e-5, 1e-9 + 5e-7 * largest) if is_near else (0.0, 0.0)
                     if o in self.ref.clipped and value.dtype in (torch.float16, torch.bfloat16):
                         # At O3 state is made of gradients in half, which clip as in _check_gradients.
                         half = torch.finfo(value.dtype)

@@ -99,7 +99,7 @@ class Pretrained(nn.Linear):
 
 class Config(dict):
     def save_pretrained(self, folder):
-        self.saved_as = self["dtype"]
+        self.saved_as = folder, self["dtype"]
 
 
 TRANSFORMERS = {
@@ -126,5 +126,7 @@ def test_what_the_trainer_saves_says_the_type_in_which_its_model_came(over):
     amp.initialize(trainer.model, optimizer, opt_level="O2", verbosity=0)
     given = {"weight": torch.zeros(1)}
     trainer._save(state_dict=given)
-    assert trainer.saved == [None, given]
-    assert trainer.model.config.saved_as == "float32"
+    assert trainer.model.config.saved_as == (".", "float32")
+    trainer._save("folder")
+    assert trainer.model.config.saved_as == ("folder", "float32")
+    assert trainer.saved == [None, given, None]

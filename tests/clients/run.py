@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,11 @@ class Run:
         words = [self.variant, self.level, "resumed" * self.resumed]
         return self.client.folder / "-".join(word for word in words if word)
 
+    @property
+    def resumed_from(self) -> Run:
+        """The run whose checkpoint a resumed run takes."""
+        return replace(self, resumed=False)
+
 
 @dataclass
 class Row:
@@ -216,7 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wheel = build_wheel()
         needed = dict.fromkeys(client.requirements for client in clients)
         installs = {name: pool.submit(install, name, wheel, options.torch) for name in needed}
-        runs = {run: pool.submit(train, run, installs[run.client.requirements]) for run in wanted}
+        runs: dict[Run, Future[dict[str, Any]]] = {}
+        for run in wanted:
+            needs: list[Future[Any]] = [installs[run.client.requirements]]
+            if run.resumed:
+                needs.append(runs[run.resumed_from])
+            runs[run] = pool.submit(train, run, needs)
         print(HEADER, flush=True)
         for run in runs:
             rows.append(judge(run, runs))
@@ -281,9 +291,10 @@ def install(name: str, wheel: Path, torch: str) -> None:
         shutil.copy(file, package)
 
 
-def train(run: Run, installed: Future[None]) -> dict[str, Any]:
-    """The record that the program printed, with the seconds it took. Raises ClientError."""
-    installed.result()
+def train(run: Run, needs: Sequence[Future[Any]]) -> dict[str, Any]:
+    """The record that the program printed, with the seconds it took, once `needs` are done. Raises ClientError."""
+    for needed in needs:
+        needed.result()
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     command = [str(run.client.python), "-m"]
@@ -293,7 +304,7 @@ def train(run: Run, installed: Future[None]) -> dict[str, Any]:
     if run.variant:
         command += ["--variant", run.variant]
     if run.resumed:
-        command += ["--resume", str(Run(run.client, run.variant, run.level).folder)]
+        command += ["--resume", str(run.resumed_from.folder)]
     log = run.folder / "log.txt"
     started = time.perf_counter()
     call(command, log, cwd=run.folder)

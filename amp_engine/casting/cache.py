@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.ground import devices
-from amp_engine.ground.torch_private import current_dispatch_mode, data_address, functorch_level
+from amp_engine.ground.torch_private import current_dispatch_mode, data_address, functorch_level, is_in_backward
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class _Entry:
 class WeightCache:
     """Casts of `nn.Parameter`s, from the first use of each to the next `clear`.
 
-    The owner calls `clear` at the exit of every `scale_loss` and after every optimizer's step. In between a weight is
-    cast anew when its version, address or `requires_grad` has changed. A write through `weight.data` changes none of
-    these.
+    The owner calls `clear` at the exit of every `scale_loss` and after every optimizer's step. A backward through one
+    of the casts discards all, too, when the next one is asked for. In between a weight is cast anew when its version,
+    address or `requires_grad` has changed. A write through `weight.data` changes none of these.
 
     No cast is kept or read while gradients are off: it would lack the autograd edge that training needs, and averages
     go in and out through `.data` there. Nor under torch.compile, functorch or a dispatch mode, where tensors may be
@@ -44,6 +44,7 @@ class WeightCache:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._clears = 0
+        self._is_spent = False  # True once a backward went through one of the casts
 
     def kept(self) -> list[Tensor]:
         """Return the casts."""
@@ -57,6 +58,8 @@ class WeightCache:
         if not _may_keep(weight):
             on_cast()
             return weight.to(dtype)
+        if self._is_spent and not is_in_backward():  # a checkpoint in a backward takes the casts of its first time
+            self.clear()
         entry = self._entries.get(id(weight))
         if (
             entry is not None
@@ -77,14 +80,20 @@ class WeightCache:
         )
         cast = weight.to(dtype)
         if clears == self._clears:  # otherwise another thread may have written the weight meanwhile
+            if cast.requires_grad:
+                cast.register_hook(self._note_backward)
             self._entries[id(weight)] = _Entry(
                 weakref.ref(weight), cast, version, cast._version, address, requires_grad
             )
         return cast
 
+    def _note_backward(self, grad: Tensor) -> None:
+        self._is_spent = True
+
     def clear(self) -> None:
         """Discard every cast."""
         self._clears += 1
+        self._is_spent = False
         self._entries.clear()
 
 

@@ -2,6 +2,7 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
@@ -32,8 +33,13 @@ std::vector<at::Tensor> WeightCache::kept() const {
   return result;
 }
 
+bool WeightCache::is_over() const {
+  // A checkpoint that computes a forward again, in the backward, takes the casts of the first time.
+  return is_spent_->load(std::memory_order_relaxed) && torch::autograd::get_current_graph_task_id() == -1;
+}
+
 PyObject* WeightCache::find(at::Tensor const& weight, at::ScalarType low) const {
-  if (!c10::GradMode::is_enabled()) {
+  if (!c10::GradMode::is_enabled() || is_over()) {
     return nullptr;
   }
   auto const found = entries_.find(weight.unsafeGetTensorImpl());
@@ -44,6 +50,9 @@ PyObject* WeightCache::find(at::Tensor const& weight, at::ScalarType low) const 
 WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
   if (PyObject* const found = find(weight, low)) {
     return {py::reinterpret_steal<py::object>(found), false};
+  }
+  if (is_over()) {
+    clear();
   }
   uint64_t const clears = clears_;
   uint32_t const version = version_of(weight);
@@ -67,6 +76,9 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
       entries_.erase(found);
     }
     uint32_t const cast_version = version_of(made);
+    if (requires_grad && made.grad_fn()) {
+      made.register_hook([spent = is_spent_](at::Tensor const&) { spent->store(true, std::memory_order_relaxed); });
+    }
     entries_.emplace(weight.unsafeGetTensorImpl(), Entry{decltype(Entry::weight)(weight.getIntrusivePtr()), result,
                                                          std::move(made), version, cast_version, address, requires_grad});
   }
@@ -75,6 +87,7 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
 
 void WeightCache::clear() {
   ++clears_;
+  is_spent_->store(false, std::memory_order_relaxed);
   auto const discarded = std::exchange(entries_, {});
 }
 

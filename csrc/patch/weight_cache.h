@@ -7,6 +7,8 @@
 #include <c10/util/flat_hash_map.h>
 #include <pybind11/pybind11.h>
 
+#include <atomic>
+#include <memory>
 #include <vector>
 
 namespace amp_engine::patch {
@@ -17,7 +19,6 @@ class WeightCache {
     pybind11::object tensor;
     bool was_made;  // false: it was found
   };
-
 
   // The kept casts.
   std::vector<at::Tensor> kept() const;
@@ -50,6 +51,12 @@ class WeightCache {
   // only when the table is whole.
   ska::flat_hash_map<Impl*, Entry> entries_;
   uint64_t clears_ = 0;
+
+  // True once a backward went through one of the casts: all are discarded when the next one is asked for outside of a
+  // backward. The autograd nodes of casts share it.
+  std::shared_ptr<std::atomic<bool>> const is_spent_ = std::make_shared<std::atomic<bool>>(false);
+
+  bool is_over() const;
 };
 
 }  // namespace amp_engine::patch

@@ -180,6 +180,15 @@ def test_a_write_through_data_after_a_backward_or_a_step_is_seen(after: str, lev
         assert_fresh(model)
 
 
+def test_a_write_through_data_is_seen_after_a_backward_without_scale_loss_and_step(level: str) -> None:
+    model, _ = initialized(level)
+    for value in (2.0, -1.0, 3.0):
+        total(checkpoint(model, X, use_reentrant=False)).backward()
+        for p in model.parameters():
+            p.data.fill_(value)
+        assert_fresh(model)
+
+
 def test_graphs_that_are_older_than_steps_have_the_gradients_of_their_weights(level: str, make_optimizer: Any) -> None:
     """The gradient of the input is the weight itself, as it was at the forward."""
     layer = nn.Linear(3, 1, bias=False)

@@ -38,7 +38,7 @@ from amp_engine.ground.dtypes import LOW_PRECISION, is_low_precision
 from amp_engine.ground.dynamo import part_of_a_graph
 from amp_engine.ground.torch_private import COMPILED, BatchNormBase
 from amp_engine.initialization.as_it_came import came_in_half, declared_tensors
-from amp_engine.initialization.half_averages import warn_of_low_precision_average
+from amp_engine.initialization.half_averages import look_at_writes, note_writes, warn_of_low_precision_average
 from amp_engine.initialization.state_dict import (
     fill_masters,
     forget_types,
@@ -188,6 +188,9 @@ class CastModel:
                     self._handles += _cast_around_kept(model, dtype)
             if saves_float32:
                 self._handles.append(model.register_forward_pre_hook(round_written, prepend=True))
+                if dtype in LOW_PRECISION:
+                    look_at_writes(model)
+                    self._handles.append(model.register_forward_pre_hook(note_writes))
             if output_dtype is not None:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
             casts = ForwardCasts(computes, output_dtype, casts_functions, of_model=inputs)
@@ -283,6 +286,7 @@ def is_cast(model: nn.Module) -> bool:
 
 _HOOK_FUNCTIONS = (
     round_written,
+    note_writes,
     hook_children,
     save_float32,
     keep_incoming,

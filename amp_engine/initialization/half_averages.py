@@ -1,18 +1,23 @@
-"""Warn of code that copies a cast model to average it: the copy, and so the average, is low-precision."""
+"""Warn of code that averages weights in low precision, or steps them by hand."""
 
 from __future__ import annotations
 
 import linecache
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 
 import torch
+from torch import nn
 
 from amp_engine.errors import AmpWarning
 from amp_engine.ground.callers import warn
-from amp_engine.ground.dtypes import dtype_name
+from amp_engine.ground.distributed import is_sharded
+from amp_engine.ground.dtypes import dtype_name, is_low_precision
+from amp_engine.ground.torch_private import data_address
+from amp_engine.stepping.exact import exact_of
 
 _WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
 
@@ -41,6 +46,54 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
         AmpWarning,
         frame,
     )
+
+
+class _Writes:
+    """What other code wrote into parameters of one model that no optimizer steps, before its first forwards."""
+
+    def __init__(self) -> None:
+        self.forwards = 64  # how many are looked at
+        self.writes = 0  # forwards before which parameters were written
+        self.marks: dict[int, tuple[int, int]] = {}  # version and address of each parameter, by its id
+
+
+_WRITES: weakref.WeakKeyDictionary[nn.Module, _Writes] = weakref.WeakKeyDictionary()
+
+
+def look_at_writes(model: nn.Module) -> None:
+    """Have `note_writes`, a forward pre-hook of a model that was cast, look at its next forwards."""
+    _WRITES[model] = _Writes()
+
+
+def note_writes(model: nn.Module, args: object) -> None:
+    """Warn at the fourth forward before which low-precision parameters were written that no optimizer steps.
+
+    Where these follow other weights, as a momentum encoder does, or are stepped by hand, rounding loses small updates.
+    A write through `.data` in place leaves no trace. Does nothing in a compiled graph. No host sync.
+    """
+    if torch.compiler.is_compiling() or (noted := _WRITES.get(model)) is None:
+        return
+    written, marks = [], {}
+    for name, p in model.named_parameters():
+        if is_low_precision(p) and not is_sharded(p) and next(exact_of(p), None) is None:
+            marks[id(p)] = mark = p._version, data_address(p)
+            if noted.marks.get(id(p), mark) != mark:
+                written.append((name, p.dtype))
+    noted.marks = marks
+    noted.writes += bool(written)
+    noted.forwards -= 1
+    if noted.writes == 4:
+        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+        name, dtype = written[0]
+        warn(
+            f"{name}{more} of {type(model).__name__} were written before 4 forwards, in {dtype_name(dtype)}, and no "
+            "optimizer steps them: updates that are smaller than such a parameter can hold are lost.  A model that "
+            "follows another's weights: leave it out of amp.initialize, in FP32, and feed it from "
+            "amp.master_params(optimizer).  A step by hand: use an optimizer, or opt_level='O4'.  This is said once.",
+            AmpWarning,
+        )
+    if noted.writes == 4 or noted.forwards == 0:
+        del _WRITES[model]
 
 
 def _names(frame: FrameType) -> Iterator[str]:

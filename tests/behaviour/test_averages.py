@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
-from amp_engine import AmpStateError, AmpTypeError, AmpValueError, Engine, amp
+from amp_engine import AmpStateError, AmpTypeError, AmpValueError, AmpWarning, Engine, amp
+from amp_engine.initialization import half_averages
 from tests.models import CNN, LSTM, MLP, NORMED_MLP
 from tests.support import (
     FUNCTION_LEVELS,
@@ -312,6 +314,58 @@ def test_other_copies_are_made_in_silence(level: str) -> None:
     schema = copy.deepcopy([model, {"demand": best}])
     assert schema[0] is not model
     helper(model)
+
+
+def follow(level: str) -> None:
+    """Train a model, and have another follow its weights, which computes, too."""
+    model, follower = MLP.model(), MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize([model, follower], optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    for index in range(8):
+        MLP.loss(model, MLP.batch(index)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            MLP.loss(follower, MLP.batch(index))
+            for own, other in zip(follower.parameters(), model.parameters(), strict=True):
+                own.lerp_(other, 0.01)
+
+
+def step_by_hand(level: str) -> None:
+    """Train a model without an optimizer."""
+    model = MLP.model()
+    amp.initialize(model, opt_level=level, loss_scale=1.0, verbosity=0)
+    for index in range(8):
+        MLP.loss(model, MLP.batch(index)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad, alpha=0.01)
+                p.grad = None
+
+
+@pytest.mark.parametrize("run", [follow, step_by_hand])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_half_parameters_that_a_script_writes_and_no_optimizer_steps_are_said_once(level: str, run: Any) -> None:
+    with pytest.warns(AmpWarning, match=r"of Mlp were written before 4 forwards, in .*follows another's") as caught:
+        run(level)
+    assert len(caught) == 1
+    assert caught[0].filename != half_averages.__file__
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_steps_a_checkpoint_and_frozen_weights_are_no_such_writes(level: str) -> None:
+    model = MLP.model()
+    next(model.parameters()).requires_grad_(False)
+    amp.initialize(model, opt_level=level, loss_scale=1.0, verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for index in range(8):
+            MLP.loss(model, MLP.batch(index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if index in (2, 5):
+                model.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -85,16 +85,16 @@ class MissingGradients:
 
 
 class WrittenParameters:
-    """Warns of a script that writes low-precision parameters between all steps, as SAM and weight clipping do."""
+    """Warns of a script that writes low-precision parameters between steps, as Lookahead and weight clipping do."""
 
     def __init__(self) -> None:
-        self._steps = 0  # count of steps in a row before which parameters were written
+        self._steps = 0  # count of steps before which parameters were written
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """In a step, after masters have followed writes: warn at the fourth such step in a row."""
+        """In a step, after masters have followed writes: warn at the fourth such step."""
         was_written, rows.was_written = rows.was_written, False
-        self._steps = self._steps + 1 if was_written else 0
-        if self._steps != 4:
+        self._steps += was_written
+        if not was_written or self._steps != 4:
             return
         name = type(optimizer).__name__
         write = (
@@ -104,9 +104,9 @@ class WrittenParameters:
             "groups show them"
         )
         warn(
-            f"Low-precision parameters of the model were written before each of the last 4 steps of {name}.  Its "
-            "FP32 masters take what was written, which is rounded: updates that are smaller than such a parameter can "
-            f"hold are lost.  {write}.",
+            f"Low-precision parameters of the model were written before 4 steps of {name}, by other code.  Its FP32 "
+            "masters take what was written, which is rounded: updates that are smaller than such a parameter can hold "
+            f"are lost.  {write}.  This is said once.",
             AmpGradientWarning,
         )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
 
@@ -700,7 +701,7 @@ class Record:
         )
 
     def refuse_unscaled(self) -> None:
-        """Raise AmpStateError if a step would take half gradients that no scaled backward left, at a level that scales.
+        """Raise AmpStateError for half gradients that no scaled backward left, at a level that scales.
 
         Exits and clippings leave float32 gradients beside masters, so half ones are of another backward.
         """
@@ -709,9 +710,10 @@ class Record:
         for row, p in enumerate(self.rows.columns.params):
             if not mask[row] and p.grad is not None and is_low_precision(p.grad) and not arithmetic.is_zero(p.grad):
                 raise AmpStateError(
-                    f"{type(self.optimizer).__name__}.step() found {p.grad.dtype} gradients of a backward() outside of "
-                    "amp.scale_loss, where small ones are 0.  Nothing was stepped.  Use `with amp.scale_loss(loss, "
-                    "optimizer) as scaled_loss: scaled_loss.backward()`, or opt_level='O5', which needs no loss scale."
+                    f"{type(self.optimizer).__name__} has {p.grad.dtype} gradients of a backward() outside of "
+                    "amp.scale_loss, where small ones are 0, or that were written in half after it.  Nothing was "
+                    "stepped.  Use `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, "
+                    "write float32 gradients, or take opt_level='O5', which needs no loss scale."
                 )
 
     # Clipping.
@@ -818,6 +820,29 @@ class Record:
         if is_seen and self.found is not None:
             found = self._found_now()
             self.found = found if was_clipped else found._replace(norm=norm)
+
+    @contextmanager
+    def lent_gradients(self) -> Iterator[None]:
+        """A context for a step of the class's own: masters show gradients, float32 and clipped.
+
+        At the end each `.grad` is the tensor that it was, with what the step wrote into it.
+        """
+        had = [one.param.grad for one in self.rows.masters]
+        are_changed = self.clip is not None or self.kept is not None
+        self.give_gradients()
+        gave = [
+            (one.param.grad, None if one.param.grad is None else one.param.grad._version) for one in self.rows.masters
+        ]
+        try:
+            yield
+        finally:
+            self.take_gradients()
+            for one, grad, (given, version) in zip(self.rows.masters, had, gave, strict=True):
+                if grad is None or given is None or given is grad or one.param.grad is not given:
+                    continue
+                if are_changed or given._version != version:
+                    grad.detach().copy_(given.detach())
+                one.param.grad = grad
 
     def hand_out(self) -> None:
         """Have masters show their gradients to the user, who may write both until the step."""

@@ -288,7 +288,7 @@ class Records:
         scaler, device = self.scaling.default(), record.columns.params[0].device
         is_captured = devices.is_capturing(device)
         if not scaler.is_identity:
-            if is_stepping:
+            if is_stepping or record.kept is None:
                 record.refuse_unscaled()
                 is_known = any(one.missing_gradients.is_scale_known for one in self.all)
                 if not (is_known or record.backward_seen or self.scaling.latched or self.is_rehearsal):

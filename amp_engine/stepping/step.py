@@ -429,8 +429,7 @@ class StepHook:
                 undo.enter_context(casts_off)
             if record.rows.makes_masters:
                 record.rows.adopt()
-                record.give_gradients()
-                undo.callback(record.take_gradients)
+                undo.enter_context(record.lent_gradients())
                 undo.enter_context(record.rows.shown())
             self._opened(undo.pop_all())
 

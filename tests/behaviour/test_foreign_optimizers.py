@@ -94,6 +94,43 @@ def test_a_step_sees_no_casts_at_o1() -> None:
     assert seen == [torch.float32]
 
 
+# --- what a step leaves in `.grad` -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.SGD])
+def test_a_step_leaves_the_gradient_tensors_that_a_script_writes(make: Any, clips: bool) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = make(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    static = model.weight.grad = torch.ones_like(model.weight)
+    moved = []
+    for value in (1.0, -1.0):
+        static.fill_(value)
+        if clips:
+            amp.clip_grad_norm_(optimizer, 1.0)
+        before = model.state_dict()["weight"].clone()
+        optimizer.step()
+        assert model.weight.grad is static
+        moved.append((model.state_dict()["weight"] - before).mean().item())
+    assert moved[0] < 0 < moved[1]
+
+
+def test_a_step_that_writes_gradients_writes_those_of_the_model() -> None:
+    class Halves(torch.optim.RMSprop):
+        def step(self, closure: Any = None) -> None:
+            for p in entries_of(self):
+                p.grad.mul_(0.5)
+            super().step()
+
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = Halves(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert_bitwise(model.weight.grad, torch.full_like(model.weight, 0.5))
+
+
 # --- hooks that are registered late ---------------------------------------------------------------
 
 
@@ -331,7 +368,7 @@ def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     amp.initialize(model, optimizer, opt_level=level, master_weights=masters, loss_scale=128.0, verbosity=0)
-    with pytest.warns(AmpGradientWarning, match="Low-precision parameters.*written before each.*SGD") as caught:
+    with pytest.warns(AmpGradientWarning, match="Low-precision parameters.*written before 4.*SGD") as caught:
         perturbed_losses(model, Perturbing(optimizer), optimizer)
     assert len(caught) == 1
 

@@ -23,6 +23,7 @@ from tests.support import (
     assert_bitwise,
     backward,
     entries_of,
+    frozen,
     masters,
     momentum_sgd,
     scaler_numbers,
@@ -623,6 +624,17 @@ def plain_steps(level: str, **options: Any) -> list[warnings.WarningMessage]:
             optimizer.step()
             optimizer.zero_grad()
     return heard
+
+
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_clipping_at_o2_of_a_loss_that_nothing_scaled_is_refused(call: str) -> None:
+    model, optimizer = started("O2")
+    before = frozen(list(model.parameters()))
+    NORMED_MLP.loss(model, NORMED_MLP.batch(0)).backward()
+    for run in (lambda: getattr(amp, call)(optimizer, 1.0), optimizer.step):
+        with pytest.raises(AmpStateError, match=r"gradients of a backward\(\) outside of amp\.scale_loss.*'O5'"):
+            run()
+    assert_bitwise(list(model.parameters()), before)
 
 
 def test_a_step_at_o1_of_a_loss_that_nothing_scaled_is_said_once() -> None:

@@ -308,7 +308,15 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
         world.same(norm, torch.nn.utils.clip_grad_norm_(params, max_norm), "norm")
         return
     order = float("inf") if kind == "amp inf" else 2.0
-    norm = amp.clip_grad_norm_(world.optimizers[o], max_norm, order)
+    is_refused = ref.is_scaled and any(map(ref.has_half, ref.names(o)))
+    try:
+        norm = amp.clip_grad_norm_(world.optimizers[o], max_norm, order)
+    except AmpStateError as error:
+        if not is_refused or "outside of amp.scale_loss" not in str(error):
+            raise
+        return
+    if is_refused:
+        raise MismatchError("a clipping of half gradients that no loss scale has multiplied")
     ref.scan(o)
     ref.refresh(o)
     ref.look(o)

@@ -82,6 +82,12 @@ def test_whatever_an_import_reaches_any_test_may_notice():
     assert breakages.in_order(tests, "it") == ["f::a"]
 
 
+def test_what_a_fixture_of_a_file_reaches_all_its_tests_may_notice():
+    tests = {"f::a": breakages.Record(2, {"it"}, failed=False, shares=True)}
+    tests |= {name: breakages.Record(1, set(), failed=False) for name in ("f::b", "g::c")}
+    assert breakages.in_order(tests, "it") == ["f::b", "f::a"]
+
+
 @pytest.mark.parametrize(
     ("status", "failed", "by"),
     [

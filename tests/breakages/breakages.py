@@ -49,6 +49,7 @@ class Record:
     seconds: float
     reached: set[str]
     failed: bool
+    shares: bool = False  # True if it was the first with a fixture of its file, for which the others ran nothing
 
 
 @dataclass
@@ -246,6 +247,7 @@ def read_records(files: Iterable[Path]) -> dict[str, Record]:
             test.seconds += record["seconds"]
             test.reached |= set(record["reached"])
             test.failed |= record["failed"]
+            test.shares |= record["shares"]
     return tests
 
 
@@ -253,7 +255,8 @@ def in_order(tests: dict[str, Record], name: str) -> list[str]:
     """The tests that reach a breakage, the most telling first: of each file, then of each function, the fastest."""
     at_import = "" in tests and name in tests[""].reached  # or else between tests: any of them may notice
     reaching = [test for test, told in tests.items() if test and not told.failed]
-    reaching = [test for test in reaching if at_import or name in tests[test].reached]
+    files = {test.partition("::")[0] for test, told in tests.items() if told.shares and name in told.reached}
+    reaching = [t for t in reaching if at_import or name in tests[t].reached or t.partition("::")[0] in files]
     reaching.sort(key=lambda test: tests[test].seconds)
     of_file: dict[str, int] = {}
     of_function: dict[str, int] = {}

@@ -45,13 +45,16 @@ class Recorder:
     def __init__(self, root: Path, folder: Path, worker: str) -> None:
         self.root = root
         self.now, self.records = folder / f"{worker}.now", folder / f"{worker}.jsonl"
-        self.seconds, self.failed = 0.0, False
+        self.seconds, self.failed, self.shares = 0.0, False, False
         os.environ[REACHED_NOW] = str(self.now)
         self.now.write_text("")
 
     def pytest_runtest_logstart(self) -> None:
         self._record("")  # what was reached between tests
-        self.seconds, self.failed = 0.0, False
+        self.seconds, self.failed, self.shares = 0.0, False, False
+
+    def pytest_fixture_setup(self, fixturedef: Any) -> None:
+        self.shares |= fixturedef.scope == "module"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds += report.duration
@@ -66,7 +69,7 @@ class Recorder:
         _seen.clear()
         if test or reached:
             record = {"test": test, "reached": reached, "seconds": round(self.seconds, 3), "failed": self.failed}
-            _add_line(self.records, json.dumps(record))
+            _add_line(self.records, json.dumps({**record, "shares": self.shares}))
 
 
 class Selection:

@@ -454,7 +454,7 @@ class Engine:
         if record is None or record.rows.is_shown:
             return params
         self.records.close_into(record)
-        record.look_for_parameters(rounds=not record.is_in_body)
+        record.follow_writes(rounds=not record.is_in_body)
         record.hand_out()
         return iter(record.columns.weights)
 

@@ -137,7 +137,7 @@ def weights_of(optimizer: Optimizer) -> list[Tensor]:
     record = stash._record
     if not record.rows.is_shown:
         stash._owner.close_into(record)
-        record.look_for_parameters(rounds=not record.is_in_body)
+        record.follow_writes(rounds=not record.is_in_body)
         if record.rows.makes_masters and not record.is_in_body:
             record.give_gradients()
     return list(record.columns.weights)

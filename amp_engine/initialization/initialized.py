@@ -260,7 +260,7 @@ class Initialized:
     def on_masters(self, record: Record) -> Iterator[None]:
         """A context in which groups and state of an optimizer have its masters, which show unscaled gradients."""
         self.records.close_into(record)
-        record.look_for_parameters(rounds=True)
+        record.follow_writes()
         if record.rows.is_shown or not record.rows.makes_masters:
             yield
             return

@@ -215,12 +215,19 @@ class Record:
         """Put back what a step of the class's own has left that raised."""
         self.rows.settle()
 
-    def look_for_parameters(self, rounds: bool = False) -> None:
-        """Take new parameters and foreign writes in; see `Rows.follow`."""
+    def look_for_parameters(self) -> None:
+        """Take new parameters in.
+
+        Not what other code wrote into known ones, which it may take back before the step: SAM does.
+        """
         self.settle()
         self.take_gradients()
         self.rows.scan()
         self.rows.judge_half()
+
+    def follow_writes(self, rounds: bool = True) -> None:
+        """Take new parameters and foreign writes in; see `Rows.follow`."""
+        self.look_for_parameters()
         self.rows.follow(rounds)
 
     def refuse_joined(self, is_scaled: bool) -> None:

@@ -256,7 +256,7 @@ class StepHook:
                 "register_post_accumulate_grad_hook runs in the backward, and cannot step here."
             )
         record.check_first_use()
-        record.look_for_parameters(rounds=True)
+        record.follow_writes()
         self._owner.close_into(record)
 
     # Before a step.
@@ -314,7 +314,7 @@ class StepHook:
             )
         with torch.enable_grad():
             loss = closure()
-        self._record.look_for_parameters(rounds=True)
+        self._record.follow_writes()
         return _with_closure(lambda: loss, args, kwargs)
 
     def _step(

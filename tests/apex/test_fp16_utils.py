@@ -589,6 +589,7 @@ def test_masters_follow_weights_that_are_loaded_later_and_stay_exact_where_those
     other, _ = wrapped(seed=1)
     model.load_state_dict(other.state_dict())
     optimizer.backward(loss_of(model))
+    optimizer.state_dict()
     for param, master in zip(optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0], strict=True):
         assert torch.equal(master, param.float())
     train(model, optimizer, "c")

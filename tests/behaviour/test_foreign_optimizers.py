@@ -361,6 +361,27 @@ def test_weights_that_are_moved_between_two_backwards_of_a_step_are_those_of_the
     assert min(b / a for a, b in zip(losses[::2], losses[1::2], strict=True)) > 1.01
 
 
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_weights_that_are_moved_and_put_back_before_the_step_cost_the_masters_nothing(level: str) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(MLP, model, optimizer, "c")
+    exact = frozen(dict(model.state_dict()))
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.25)
+    backward(MLP.loss(model, MLP.batch()), optimizer)  # as SAM's second one
+    amp.clip_grad_norm_(optimizer, 1.0)
+    with torch.no_grad():
+        for p, was in zip(model.parameters(), before, strict=True):
+            p.copy_(was)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert_bitwise(dict(model.state_dict()), exact)
+
+
 @pytest.mark.parametrize(("level", "masters"), [("O2", True), ("O5", True), ("O5", "split")])
 def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the_masters(
     level: str, masters: Any

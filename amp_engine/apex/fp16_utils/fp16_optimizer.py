@@ -185,7 +185,7 @@ class FP16_Optimizer(stash.ByGroup):  # noqa: N801 - apex's name
         The scale is saved as numbers, {"loss_scale": float, "unskipped": int}, which `torch.load` reads with
         `weights_only=True`; apex saved its scaler object. Tensors are the live ones, as in torch's own optimizers.
         """
-        self._record.look_for_parameters(rounds=True)
+        self._record.follow_writes()
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,

@@ -293,7 +293,7 @@ class _Followed:
             args, kwargs = _with_loss(args, kwargs)
         begun = step_times.now()
         if record is not None:
-            record.look_for_parameters(rounds=True)  # as the step does first: earlier writes are no part of it
+            record.follow_writes()  # as the step does first: earlier writes are no part of it
             record.complete_gradients()
         self._refused = _obstacle(optimizer, args, kwargs)
         if not self._refused:

@@ -497,9 +497,11 @@ class Engine:
 
         Returns:
             The norm before clipping: float32, shape []. No host sync without `error_if_nonfinite`.
+
+        Raises AmpStateError at a level that scales for half gradients of a backward outside of `scale_loss`.
         """
         clipped = self._clipped(optimizer, "clip_grad_norm_", "max_norm")
-        return clipping.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite, self.records.look_at_unseen)
+        return clipping.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite, self.records.look_to_clip)
 
     def clip_grad_value_(self, optimizer: Optimizer | LARC | Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each element of the gradients that an optimizer steps, between `scale_loss` and `step`.
@@ -508,10 +510,10 @@ class Engine:
             optimizer: an optimizer or parameters, as `clip_grad_norm_` takes them.
             clip_value: clamps elements to [-clip_value, clip_value], in the unit of the unscaled gradients.
 
-        Clips at once, in the type of `.grad`. No host sync.
+        Clips at once, in the type of `.grad`. No host sync. Raises AmpStateError as `clip_grad_norm_`.
         """
         clipped = self._clipped(optimizer, "clip_grad_value_", "clip_value")
-        clipping.clip_grad_value_(clipped, clip_value, self.records.look_at_unseen)
+        clipping.clip_grad_value_(clipped, clip_value, self.records.look_to_clip)
 
     def _clipped(self, given: Any, function: str, limit: str) -> clipping.Clipped:
         """Return the gradients of an optimizer or of parameters, for a clipping function."""

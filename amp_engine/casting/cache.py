@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class WeightCache:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._clears = 0
-        self._is_spent = False  # True once a backward went through one of the casts
+        self._spent: list[None] = []  # filled by a backward through one of the casts; its hooks share it
 
     def kept(self) -> list[Tensor]:
         """Return the casts."""
@@ -58,7 +59,7 @@ class WeightCache:
         if not _may_keep(weight):
             on_cast()
             return weight.to(dtype)
-        if self._is_spent and not is_in_backward():  # a checkpoint in a backward takes the casts of its first time
+        if self._spent and not is_in_backward():  # a checkpoint in a backward takes the casts of its first time
             self.clear()
         entry = self._entries.get(id(weight))
         if (
@@ -80,20 +81,17 @@ class WeightCache:
         )
         cast = weight.to(dtype)
         if clears == self._clears:  # otherwise another thread may have written the weight meanwhile
-            if cast.requires_grad:
-                cast.register_hook(self._note_backward)
+            if cast.grad_fn is not None:
+                cast.register_hook(partial(_fill, self._spent))
             self._entries[id(weight)] = _Entry(
                 weakref.ref(weight), cast, version, cast._version, address, requires_grad
             )
         return cast
 
-    def _note_backward(self, grad: Tensor) -> None:
-        self._is_spent = True
-
     def clear(self) -> None:
         """Discard every cast."""
         self._clears += 1
-        self._is_spent = False
+        self._spent = []
         self._entries.clear()
 
 
@@ -121,6 +119,10 @@ class NativeWeightCache(WeightCache):
     def clear(self) -> None:
         """Discard every cast."""
         self.native.clear()
+
+
+def _fill(spent: list[None], grad: Tensor) -> None:
+    spent.append(None)
 
 
 def _may_keep(weight: nn.Parameter) -> bool:

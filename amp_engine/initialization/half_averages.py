@@ -14,9 +14,8 @@ from torch import nn
 
 from amp_engine.errors import AmpWarning
 from amp_engine.ground.callers import warn
-from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import dtype_name, is_low_precision
-from amp_engine.ground.torch_private import data_address
+from amp_engine.stepping.beside import Beside
 from amp_engine.stepping.exact import exact_of
 
 _WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
@@ -49,12 +48,12 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
 
 
 class _Writes:
-    """What other code wrote into parameters of one model that no optimizer steps, before its first forwards."""
+    """The first forwards of one model: which came after a write into parameters that no optimizer steps."""
 
     def __init__(self) -> None:
         self.forwards = 64  # how many are looked at
-        self.writes = 0  # forwards before which parameters were written
-        self.marks: dict[int, tuple[int, int]] = {}  # version and address of each parameter, by its id
+        self.last = 0  # a bit for each of the last 16: 1 if parameters were written before it
+        self.versions: dict[int, int] = {}  # of each parameter, by its id
 
 
 _WRITES: weakref.WeakKeyDictionary[nn.Module, _Writes] = weakref.WeakKeyDictionary()
@@ -66,34 +65,39 @@ def look_at_writes(model: nn.Module) -> None:
 
 
 def note_writes(model: nn.Module, args: object) -> None:
-    """Warn at the fourth forward before which low-precision parameters were written that no optimizer steps.
+    """Warn if low-precision parameters that no optimizer steps were written before 4 of the last 16 forwards.
 
     Where these follow other weights, as a momentum encoder does, or are stepped by hand, rounding loses small updates.
-    A write through `.data` in place leaves no trace. Does nothing in a compiled graph. No host sync.
+    A write through `.data` moves no version and is not seen. Does nothing in a compiled graph. No host sync.
     """
     if torch.compiler.is_compiling() or (noted := _WRITES.get(model)) is None:
         return
-    written, marks = [], {}
+    written, versions = [], {}
     for name, p in model.named_parameters():
-        if is_low_precision(p) and not is_sharded(p) and next(exact_of(p), None) is None:
-            marks[id(p)] = mark = p._version, data_address(p)
-            if noted.marks.get(id(p), mark) != mark:
+        if is_low_precision(p) and not p.is_inference():
+            one = next(exact_of(p), None)
+            if isinstance(one, Beside) and one.is_owned():
+                continue
+            versions[id(p)] = p._version
+            is_loaded = isinstance(one, Beside) and one.in_sync()
+            if noted.versions.get(id(p), p._version) != p._version and not is_loaded:
                 written.append((name, p.dtype))
-    noted.marks = marks
-    noted.writes += bool(written)
+    noted.versions = versions
     noted.forwards -= 1
-    if noted.writes == 4:
+    noted.last = (noted.last << 1 | bool(written)) & 0xFFFF
+    is_told = bool(written) and noted.last.bit_count() >= 4
+    if is_told or noted.forwards <= 0:
+        _WRITES.pop(model, None)
+    if is_told:
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
         name, dtype = written[0]
         warn(
-            f"{name}{more} of {type(model).__name__} were written before 4 forwards, in {dtype_name(dtype)}, and no "
-            "optimizer steps them: updates that are smaller than such a parameter can hold are lost.  A model that "
+            f"{name}{more} of {type(model).__name__}, which no optimizer steps, were written in {dtype_name(dtype)} "
+            "before 4 of its last 16 forwards: rounding loses small updates, as those of an average.  A model that "
             "follows another's weights: leave it out of amp.initialize, in FP32, and feed it from "
             "amp.master_params(optimizer).  A step by hand: use an optimizer, or opt_level='O4'.  This is said once.",
             AmpWarning,
         )
-    if noted.writes == 4 or noted.forwards == 0:
-        del _WRITES[model]
 
 
 def _names(frame: FrameType) -> Iterator[str]:

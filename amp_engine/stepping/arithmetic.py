@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,33 @@ def can_be_read(grad: Tensor) -> bool:
     """False for a gradient that wraps other tensors and is no DTensor, and for layouts and types without arithmetic."""
     wraps = is_sharded(grad) and not hasattr(grad, "placements")
     return not wraps and grad.layout in (torch.strided, torch.sparse_coo) and grad.dtype.itemsize > 1
+
+
+def is_held(param: nn.Parameter) -> bool:
+    """True if other code has the dense gradient of `param`, which must have one: in a variable, or in its memory."""
+    grad = param.grad
+    assert grad is not None
+    if grad.layout is not torch.strided or is_sharded(grad):
+        return False
+    del grad
+    return _references(param) > _references_of_none_else() or _is_part(param)
+
+
+def _references(param: nn.Parameter) -> int:
+    return sys.getrefcount(param.grad)
+
+
+@cache
+def _references_of_none_else() -> int:
+    alone = nn.Parameter(torch.zeros(1, device="cpu"))
+    alone.grad = torch.zeros(1, device="cpu")
+    return _references(alone)
+
+
+def _is_part(param: nn.Parameter) -> bool:
+    grad = param.grad
+    assert grad is not None
+    return grad.untyped_storage().nbytes() > grad.nbytes
 
 
 def is_zero(grad: Tensor | None) -> bool:

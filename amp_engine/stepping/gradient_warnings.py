@@ -88,14 +88,16 @@ class WrittenParameters:
     """Warns of a script that writes low-precision parameters between steps, as Lookahead and weight clipping do."""
 
     def __init__(self) -> None:
-        self._steps = 0  # count of steps before which parameters were written
+        self._steps = 0  # a bit for each of the last 20 steps: 1 if parameters were written before it
+        self._is_said = False
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """In a step, after masters have followed writes: warn at the fourth such step."""
+        """In a step, after masters have followed writes: warn if that was so in 4 of the last 20 steps."""
         was_written, rows.was_written = rows.was_written, False
-        self._steps += was_written
-        if not was_written or self._steps != 4:
+        self._steps = (self._steps << 1 | was_written) & 0xFFFFF
+        if self._is_said or self._steps.bit_count() < 4:
             return
+        self._is_said = True
         name = type(optimizer).__name__
         write = (
             "Where that has to be, choose master_weights=True or opt_level='O4'"
@@ -104,7 +106,7 @@ class WrittenParameters:
             "groups show them"
         )
         warn(
-            f"Low-precision parameters of the model were written before 4 steps of {name}, by other code.  Its FP32 "
+            f"Low-precision parameters of the model were written before 4 of the last 20 steps of {name}.  Its FP32 "
             "masters take what was written, which is rounded: updates that are smaller than such a parameter can hold "
             f"are lost.  {write}.  This is said once.",
             AmpGradientWarning,

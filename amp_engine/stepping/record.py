@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import NamedTuple
 
@@ -832,24 +832,24 @@ class Record:
     def lent_gradients(self) -> Iterator[None]:
         """A context for a step of the class's own: masters show gradients, float32 and clipped.
 
-        At the end each `.grad` is the tensor that it was, with what the step wrote into it.
+        At the end a half gradient that other code holds, as a buffer that it writes, is `.grad` again, with what is in
+        the float32 one. Scaled ones, of `gradients="half"`, are left float32.
         """
-        had = [one.param.grad for one in self.rows.masters]
-        are_changed = self.clip is not None or self.kept is not None
+        lent: list[tuple[nn.Parameter, Tensor]] = []
+        for one in self.rows.masters if self.kept is None else ():
+            if one.param.grad is not None and is_low_precision(one.param.grad) and arithmetic.is_held(one.param):
+                lent.append((one.param, one.param.grad))
         self.give_gradients()
-        gave = [
-            (one.param.grad, None if one.param.grad is None else one.param.grad._version) for one in self.rows.masters
-        ]
+        given = [param.grad for param, _ in lent]
         try:
             yield
         finally:
             self.take_gradients()
-            for one, grad, (given, version) in zip(self.rows.masters, had, gave, strict=True):
-                if grad is None or given is None or given is grad or one.param.grad is not given:
-                    continue
-                if are_changed or given._version != version:
-                    grad.detach().copy_(given.detach())
-                one.param.grad = grad
+            for (param, grad), wide in zip(lent, given, strict=True):
+                if param.grad is wide and wide is not None:
+                    with suppress(RuntimeError), torch.no_grad():  # of inference mode: the float32 one stays
+                        grad.copy_(wide)
+                        param.grad = grad
 
     def hand_out(self) -> None:
         """Have masters show their gradients to the user, who may write both until the step."""

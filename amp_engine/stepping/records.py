@@ -272,14 +272,15 @@ class Records:
         is_captured = device is not None and devices.is_capturing(device)
         return is_wanted and not is_captured and all(one.ranks.can_agree for one in records)
 
-    def look_at_unseen(self, record: Record, is_stepping: bool = False) -> None:
-        """Before a step or a clipping: check gradients that came or were written since the last check.
+    def look_at_unseen(self, record: Record, is_stepping: bool = False, is_clipping: bool = False) -> None:
+        """Check gradients that came or were written since the last check. Call after a scan.
 
-        In a CUDA graph only a step of the kernels can be skipped, and no other gradients are looked at. Call after a
-        scan.
+        In a CUDA graph only a step of the kernels can be skipped, and no other gradients are looked at.
 
         Args:
             is_stepping: as in `Record.is_unseen`.
+            is_clipping: True before a clipping. There as before a step, AmpStateError is raised for half gradients at a
+                level that scales, if nothing has scaled them.
         """
         if record.state is not State.IDLE or not record.is_unseen(is_stepping):
             if is_stepping:
@@ -288,7 +289,8 @@ class Records:
         scaler, device = self.scaling.default(), record.columns.params[0].device
         is_captured = devices.is_capturing(device)
         if not scaler.is_identity:
-            if is_stepping or record.kept is None:
+            if is_stepping or (is_clipping and record.kept is None):
+                record.refuse_foreign()
                 record.refuse_unscaled()
                 is_known = any(one.missing_gradients.is_scale_known for one in self.all)
                 if not (is_known or record.backward_seen or self.scaling.latched or self.is_rehearsal):
@@ -306,6 +308,10 @@ class Records:
         backward = Backward(scaler, 0, scaler.snapshot())
         self.number(backward, {})
         self._look_at([record], backward, tells=True)
+
+    def look_to_clip(self, record: Record) -> None:
+        """`look_at_unseen` before a clipping."""
+        self.look_at_unseen(record, is_clipping=True)
 
     def _look_at(self, records: Sequence[Record], backward: Backward, tells: bool) -> None:
         """Check all present gradients, which are unscaled and stay where they are. No host sync.

@@ -2,6 +2,8 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -17,6 +19,24 @@ namespace amp_engine::patch {
 namespace {
 
 py::object wrap(at::Tensor const& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
+
+// Sets a flag when a backward comes to a cast, or when compiled autograd records it.
+class Spent : public torch::autograd::FunctionPreHook {
+ public:
+  explicit Spent(std::shared_ptr<std::atomic<bool>> flag) : flag_(std::move(flag)) {}
+
+  torch::autograd::variable_list operator()(torch::autograd::variable_list const& gradients) override {
+    set();
+    return gradients;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { set(); }
+
+ private:
+  void set() const { flag_->store(true, std::memory_order_relaxed); }
+
+  std::shared_ptr<std::atomic<bool>> flag_;
+};
 
 }  // namespace
 
@@ -76,8 +96,8 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
       entries_.erase(found);
     }
     uint32_t const cast_version = version_of(made);
-    if (requires_grad && made.grad_fn()) {
-      made.register_hook([spent = is_spent_](at::Tensor const&) { spent->store(true, std::memory_order_relaxed); });
+    if (auto const& node = made.grad_fn()) {
+      node->add_pre_hook(std::make_unique<Spent>(is_spent_));
     }
     entries_.emplace(weight.unsafeGetTensorImpl(), Entry{decltype(Entry::weight)(weight.getIntrusivePtr()), result,
                                                          std::move(made), version, cast_version, address, requires_grad});

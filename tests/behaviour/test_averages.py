@@ -321,6 +321,7 @@ def follow(level: str) -> None:
     model, follower = MLP.model(), MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize([model, follower], optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    follower.load_state_dict(model.state_dict())
     for index in range(8):
         MLP.loss(model, MLP.batch(index)).backward()
         optimizer.step()
@@ -346,16 +347,42 @@ def step_by_hand(level: str) -> None:
 @pytest.mark.parametrize("run", [follow, step_by_hand])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_half_parameters_that_a_script_writes_and_no_optimizer_steps_are_said_once(level: str, run: Any) -> None:
-    with pytest.warns(AmpWarning, match=r"of Mlp were written before 4 forwards, in .*follows another's") as caught:
+    with pytest.warns(AmpWarning, match=r"of Mlp, which no optimizer steps, were written in .*follows") as caught:
         run(level)
     assert len(caught) == 1
     assert caught[0].filename != half_averages.__file__
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_steps_a_checkpoint_and_frozen_weights_are_no_such_writes(level: str) -> None:
+def test_a_model_goes_on_where_that_is_an_error() -> None:
     model = MLP.model()
-    next(model.parameters()).requires_grad_(False)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    raised = 0
+    for index in range(12):
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            try:
+                MLP.loss(model, MLP.batch(index))
+            except AmpWarning:
+                raised += 1
+            for p in model.parameters() if index < 6 else ():
+                p.mul_(0.5)
+    assert raised == 1
+
+
+def test_a_model_in_functorch_and_one_with_a_sparse_parameter_run() -> None:
+    model = nn.Linear(4, 4)
+    model.sparse = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    params = {name: p.detach() for name, p in model.named_parameters() if name != "sparse"}
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        grads = torch.func.grad(lambda own: torch.func.functional_call(model, own, (x,)).sum())(params)
+        assert_bitwise(grads["bias"], torch.full((4,), 2.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_steps_and_checkpoints_are_no_such_writes(level: str) -> None:
+    model = MLP.model()
     amp.initialize(model, opt_level=level, loss_scale=1.0, verbosity=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
@@ -364,8 +391,7 @@ def test_steps_a_checkpoint_and_frozen_weights_are_no_such_writes(level: str) ->
             MLP.loss(model, MLP.batch(index)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if index in (2, 5):
-                model.load_state_dict(model.state_dict())
+            model.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -126,9 +126,50 @@ def test_a_step_that_writes_gradients_writes_those_of_the_model() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = Halves(model.parameters())
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    model.weight.grad = torch.ones_like(model.weight)
+    held = model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
-    assert_bitwise(model.weight.grad, torch.full_like(model.weight, 0.5))
+    assert model.weight.grad is held
+    assert_bitwise(held, torch.full_like(held, 0.5))
+
+
+class ZeroesByData(torch.optim.RMSprop):
+    """Zeroes gradients as classes of before torch 0.4 do: no version moves."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in entries_of(self):
+            p.grad.data.zero_()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_a_step_writes_through_data_is_in_the_gradient_after_it(holds: bool) -> None:
+    ends = []
+    for level in ("O0", "O5"):
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.constant_(model.weight, 1.0)
+        optimizer = ZeroesByData(model.parameters(), lr=0.25)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        held = []
+        for _ in range(4):
+            model(torch.ones(1, 4)).sum().backward()
+            held += [model.weight.grad] * holds
+            optimizer.step()
+            assert not model.weight.grad.any()
+        ends.append(model.state_dict()["weight"].clone())
+        amp.close()
+    assert_bitwise(*ends)
+
+
+def test_scaled_half_gradients_are_left_unscaled_by_a_step_of_the_class() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, gradients="half", verbosity=0)
+    backward(model(torch.ones(1, 4)).sum(), optimizer)
+    held = model.weight.grad
+    optimizer.step()
+    assert_bitwise(model.weight.grad, torch.ones(4, 4))
+    assert held.dtype is torch.float16
+    optimizer.step()
 
 
 # --- hooks that are registered late ---------------------------------------------------------------
@@ -389,7 +430,9 @@ def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     amp.initialize(model, optimizer, opt_level=level, master_weights=masters, loss_scale=128.0, verbosity=0)
-    with pytest.warns(AmpGradientWarning, match="Low-precision parameters.*written before 4.*SGD") as caught:
+    with pytest.warns(
+        AmpGradientWarning, match="Low-precision parameters.*written before 4 of the last 20 steps of SGD"
+    ) as caught:
         perturbed_losses(model, Perturbing(optimizer), optimizer)
     assert len(caught) == 1
 

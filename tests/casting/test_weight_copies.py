@@ -189,6 +189,18 @@ def test_a_write_through_data_is_seen_after_a_backward_without_scale_loss_and_st
         assert_fresh(model)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_backward_by_compiled_autograd_discards_copies_too(level: str, dynamo: None) -> None:
+    model, _ = initialized(level)
+    for value in (2.0, -1.0):
+        loss = total(model(X))
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        for p in model.parameters():
+            p.data.fill_(value)
+        assert_fresh(model)
+
+
 def test_graphs_that_are_older_than_steps_have_the_gradients_of_their_weights(level: str, make_optimizer: Any) -> None:
     """The gradient of the input is the weight itself, as it was at the forward."""
     layer = nn.Linear(3, 1, bias=False)

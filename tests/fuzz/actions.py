@@ -318,7 +318,6 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
     if is_refused:
         raise MismatchError("a clipping of half gradients that no loss scale has multiplied")
     ref.scan(o)
-    ref.refresh(o)
     ref.look(o)
     plain = torch.nn.utils.get_total_norm([p.grad.float() for p in params if p.grad is not None], order)
     world.same(norm, plain, "norm", 1e-5)
@@ -427,7 +426,7 @@ def values(like: Tensor, seed: int) -> Tensor:
 
 @action(3, which=MANY, seed=SEED, how=["no_grad", "element", "state dict", "data replaced"])
 def write_param(world: World, which: int, seed: int, how: str) -> None:
-    """A write that autograd can see; a master takes the new value at the next scale_loss or step."""
+    """A write that autograd can see; a master takes the new value at the next step."""
     name = pick(world, which)
     if how == "state dict":
         if world.params[name].dtype != torch.float32:

@@ -190,7 +190,6 @@ class Reference:
         """At a scale of 1 gradients stay where they are."""
         for o in optimizers:
             self.scan(o)
-            self.refresh(o)
             if self.has_gradients(o):
                 self.widen(o)
             else:
@@ -227,7 +226,6 @@ class Reference:
             self.exit([o], loss_id)
         for o in optimizers:
             self.scan(o)
-            self.refresh(o)
             if not self.has_gradients(o):
                 self.forget(o)
         scaler = self.scalers[loss_id]

@@ -92,10 +92,10 @@ class WrittenParameters:
         self._is_said = False
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """In a step, after masters have followed writes: warn if that was so in 4 of the last 20 steps."""
+        """In a step, after masters have followed writes: warn if that was so in 3 of the last 20 steps."""
         was_written, rows.was_written = rows.was_written, False
         self._steps = (self._steps << 1 | was_written) & 0xFFFFF
-        if self._is_said or self._steps.bit_count() < 4:
+        if self._is_said or self._steps.bit_count() < 3:
             return
         self._is_said = True
         name = type(optimizer).__name__
@@ -106,7 +106,7 @@ class WrittenParameters:
             "groups show them"
         )
         warn(
-            f"Low-precision parameters of the model were written before 4 of the last 20 steps of {name}.  Its FP32 "
+            f"Low-precision parameters of the model were written before 3 of the last 20 steps of {name}.  Its FP32 "
             "masters take what was written, which is rounded: updates that are smaller than such a parameter can hold "
             f"are lost.  {write}.  This is said once.",
             AmpGradientWarning,

@@ -6,15 +6,18 @@ import linecache
 import re
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from types import FrameType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_engine.errors import AmpWarning
 from amp_engine.ground.callers import warn
+from amp_engine.ground.devices import HostNumbers, is_capturing
 from amp_engine.ground.dtypes import dtype_name, is_low_precision
+from amp_engine.ground.torch_private import current_dispatch_mode, functorch_level
 from amp_engine.stepping.beside import Beside
 from amp_engine.stepping.exact import exact_of
 
@@ -48,14 +51,18 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
 
 
 class _Writes:
-    """The first forwards of one model: which came after a write into parameters that no optimizer steps."""
+    """The first forwards of one model, and the writes before them into parameters that no optimizer steps."""
 
     def __init__(self) -> None:
-        self.forwards = 64  # how many are looked at
-        self.last = 0  # a bit for each of the last 16: 1 if parameters were written before it
-        self.versions: dict[int, int] = {}  # of each parameter, by its id
+        self.forwards = 16  # how many are looked at
+        self.writes = 0  # how many of them came after a write, as far as the host knows
+        self.names: list[str] = []  # of the parameters
+        self.versions: list[int] = []
+        self.sample: Tensor | None = None  # some elements of each
+        self.flags: deque[HostNumbers] = deque()  # 1 if the sample differed from the one before
 
 
+_SAMPLE = 256  # elements of each parameter
 _WRITES: weakref.WeakKeyDictionary[nn.Module, _Writes] = weakref.WeakKeyDictionary()
 
 
@@ -65,39 +72,57 @@ def look_at_writes(model: nn.Module) -> None:
 
 
 def note_writes(model: nn.Module, args: object) -> None:
-    """Warn if low-precision parameters that no optimizer steps were written before 4 of the last 16 forwards.
+    """Warn if low-precision parameters that no optimizer steps were written before 3 of the first 16 forwards.
 
     Where these follow other weights, as a momentum encoder does, or are stepped by hand, rounding loses small updates.
-    A write through `.data` moves no version and is not seen. Does nothing in a compiled graph. No host sync.
+    Such code writes through `.data`, so samples of the values are compared. A checkpoint that is loaded is no write.
+    Does nothing in a compiled graph, a CUDA graph, a trace, functorch or a dispatch mode. No host sync.
     """
     if torch.compiler.is_compiling() or (noted := _WRITES.get(model)) is None:
         return
-    written, versions = [], {}
+    if functorch_level() is not None or current_dispatch_mode() is not None or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return
+    params: dict[str, nn.Parameter] = {}
+    versions: list[int] = []
+    is_loaded = False
     for name, p in model.named_parameters():
-        if is_low_precision(p) and not p.is_inference():
+        if is_low_precision(p) and type(p) is nn.Parameter and p.layout is torch.strided and not p.is_inference():
             one = next(exact_of(p), None)
-            if isinstance(one, Beside) and one.is_owned():
+            is_stepped = isinstance(one, Beside) and one.is_owned()
+            if is_stepped or (params and _kind(p) != _kind(next(iter(params.values())))):
                 continue
-            versions[id(p)] = p._version
-            is_loaded = isinstance(one, Beside) and one.in_sync()
-            if noted.versions.get(id(p), p._version) != p._version and not is_loaded:
-                written.append((name, p.dtype))
-    noted.versions = versions
+            was = noted.versions[len(versions)] if len(versions) < len(noted.versions) else p._version
+            is_loaded |= isinstance(one, Beside) and one.in_sync() and p._version != was
+            params[name] = p
+            versions.append(p._version)
+    if any(is_capturing(p.device) for p in [*params.values()][:1]):
+        return
     noted.forwards -= 1
-    noted.last = (noted.last << 1 | bool(written)) & 0xFFFF
-    is_told = bool(written) and noted.last.bit_count() >= 4
-    if is_told or noted.forwards <= 0:
-        _WRITES.pop(model, None)
-    if is_told:
-        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-        name, dtype = written[0]
+    is_same, noted.names, noted.versions = noted.names == [*params], [*params], versions
+    if params:
+        sample = torch.cat([p.detach().flatten()[:_SAMPLE] for p in params.values()])
+        if noted.sample is not None and is_same and not is_loaded:
+            is_other = sample.view(torch.int16) != noted.sample.view(torch.int16)
+            noted.flags.append(HostNumbers(is_other.any().reshape(1)))
+        noted.sample = sample
+    while noted.flags and noted.flags[0].is_known():
+        noted.writes += int(noted.flags.popleft().read())
+    if noted.writes < 3 and noted.forwards > 0:
+        return
+    if _WRITES.pop(model, None) is not None and noted.writes >= 3 and noted.sample is not None:
+        of = f"{noted.names[0]} to {noted.names[-1]}, " if noted.names else ""
         warn(
-            f"{name}{more} of {type(model).__name__}, which no optimizer steps, were written in {dtype_name(dtype)} "
-            "before 4 of its last 16 forwards: rounding loses small updates, as those of an average.  A model that "
-            "follows another's weights: leave it out of amp.initialize, in FP32, and feed it from "
-            "amp.master_params(optimizer).  A step by hand: use an optimizer, or opt_level='O4'.  This is said once.",
+            f"Parameters of {type(model).__name__} that no optimizer steps, {of}were written in "
+            f"{dtype_name(noted.sample.dtype)} before 3 of its first forwards: rounding loses small updates, as those "
+            "of an average.  A model that follows another's weights: leave it out of amp.initialize, in FP32, and feed "
+            "it from amp.master_params(optimizer).  A step by hand: use an optimizer, or opt_level='O4'.  This is said "
+            "once.",
             AmpWarning,
         )
+
+
+def _kind(param: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return param.dtype, param.device
 
 
 def _names(frame: FrameType) -> Iterator[str]:

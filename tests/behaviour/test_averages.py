@@ -329,7 +329,7 @@ def follow(level: str) -> None:
         with torch.no_grad():
             MLP.loss(follower, MLP.batch(index))
             for own, other in zip(follower.parameters(), model.parameters(), strict=True):
-                own.lerp_(other, 0.01)
+                own.data.mul_(0.9).add_(other.data, alpha=0.1)
 
 
 def step_by_hand(level: str) -> None:
@@ -347,7 +347,7 @@ def step_by_hand(level: str) -> None:
 @pytest.mark.parametrize("run", [follow, step_by_hand])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_half_parameters_that_a_script_writes_and_no_optimizer_steps_are_said_once(level: str, run: Any) -> None:
-    with pytest.warns(AmpWarning, match=r"of Mlp, which no optimizer steps, were written in .*follows") as caught:
+    with pytest.warns(AmpWarning, match=r"of Mlp that no optimizer steps, .* were written in .*follows") as caught:
         run(level)
     assert len(caught) == 1
     assert caught[0].filename != half_averages.__file__

@@ -58,7 +58,8 @@ class _Writes:
         self.writes = 0  # how many of them came after a write, as far as the host knows
         self.names: list[str] = []  # of the parameters
         self.versions: list[int] = []
-        self.sample: Tensor | None = None  # some elements of each
+        self.dtype = torch.bfloat16  # theirs
+        self.sample: Tensor | None = None  # some elements of each, as integers
         self.flags: deque[HostNumbers] = deque()  # 1 if the sample differed from the one before
 
 
@@ -100,20 +101,21 @@ def note_writes(model: nn.Module, args: object) -> None:
     noted.forwards -= 1
     is_same, noted.names, noted.versions = noted.names == [*params], [*params], versions
     if params:
-        sample = torch.cat([p.detach().flatten()[:_SAMPLE] for p in params.values()])
+        # As integers: torch.cat of floats is one of the functions that autocast casts.
+        sample = torch.cat([p.detach().flatten()[:_SAMPLE].view(torch.int16) for p in params.values()])
+        noted.dtype = next(iter(params.values())).dtype
         if noted.sample is not None and is_same and not is_loaded:
-            is_other = sample.view(torch.int16) != noted.sample.view(torch.int16)
-            noted.flags.append(HostNumbers(is_other.any().reshape(1)))
+            noted.flags.append(HostNumbers((sample != noted.sample).any().reshape(1)))
         noted.sample = sample
     while noted.flags and noted.flags[0].is_known():
         noted.writes += int(noted.flags.popleft().read())
     if noted.writes < 3 and noted.forwards > 0:
         return
-    if _WRITES.pop(model, None) is not None and noted.writes >= 3 and noted.sample is not None:
+    if _WRITES.pop(model, None) is not None and noted.writes >= 3:
         of = f"{noted.names[0]} to {noted.names[-1]}, " if noted.names else ""
         warn(
             f"Parameters of {type(model).__name__} that no optimizer steps, {of}were written in "
-            f"{dtype_name(noted.sample.dtype)} before 3 of its first forwards: rounding loses small updates, as those "
+            f"{dtype_name(noted.dtype)} before 3 of its first forwards: rounding loses small updates, as those "
             "of an average.  A model that follows another's weights: leave it out of amp.initialize, in FP32, and feed "
             "it from amp.master_params(optimizer).  A step by hand: use an optimizer, or opt_level='O4'.  This is said "
             "once.",

@@ -700,7 +700,7 @@ def save(world: World) -> None:
 def load(world: World, which: int, what: str) -> None:
     """Into the objects that are there, in mid-training."""
     ref = world.ref
-    if not world.saved:
+    if not world.saved or ref.added:  # when what joined gets its master then, depends on what was loaded before
         return
     ours, exact, buffers, states, scalers, groups = world.saved[which % len(world.saved)]
     if what in ("all", "model"):

@@ -318,6 +318,7 @@ class Writing(nn.Module):
         return self.head(torch.tanh(self.layer(x)) + self.teacher(x) + self.codes[0])
 
 
+@pytest.mark.filterwarnings("ignore:Low-precision parameters of the model were written before")  # which is true
 @pytest.mark.parametrize("ranks", [False, True])
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("keywords", [{}, {"master_weights": "split"}], ids=["", "split"])

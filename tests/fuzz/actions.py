@@ -802,6 +802,9 @@ def copy_model(world: World, which: int, seed: int) -> None:
 @action(0.7, which=MANY, last=[0, 1])
 def layout(world: World, which: int, last: int) -> None:
     """`model.to(memory_format=...)` in mid-training."""
+    # Gradients that move count as written: a step after a clip refuses them, and one after a late check checks them.
+    if world.ref.deferred or any(scaler.overflowed for scaler in world.ref.scalers):
+        return
     m = which % len(world.models)
     are_last = [last == 1 if i == m else was for i, was in enumerate(world.start["channels_last"])]
     world.start = {**world.start, "channels_last": are_last}

@@ -188,6 +188,7 @@ class Engine:
         casts: Literal["everywhere", "model"] = "everywhere",
         cast_inputs: bool | str | Sequence[str] = True,
         gradients: Literal["float32", "half"] = "float32",
+        release_gradients: bool = False,
         policy: str | os.PathLike[str] | RunPolicy | None = None,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`, in place, and return them.
@@ -232,6 +233,9 @@ class Engine:
             gradients: "half" leaves the half gradients of masters as a scaled backward made them until the step, which
                 unscales them: 6 bytes a parameter less to read and write at O2. `.grad` is then for
                 `amp.clip_grad_norm_` and `amp.master_params` alone, a write is an error, and the step discards them.
+            release_gradients: step each parameter in the backward, as soon as its gradient is complete, and free the
+                gradient: 2 bytes a parameter less. At a scale of 1, on one rank, for classes that the kernels step;
+                without clipping and accumulation, which are errors (docs/half_models.md).
             casts: where O1 and O4 cast functions: "everywhere" in the process, as apex did; "model" in forwards of
                 `models` and their parts, in the thread that calls them, and in `with amp.casts():`. Outputs of these
                 forwards are FP32, unless `cast_model_outputs` says otherwise.
@@ -265,6 +269,7 @@ class Engine:
                 "casts": casts,
                 "cast_inputs": cast_inputs,
                 "gradients": gradients,
+                "release_gradients": release_gradients,
             }
             # `takes_policy` has read the file.
             names = () if policy is None else tuple(cast("RunPolicy", policy).keep_float)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import (
+    has_other_ranks,
     is_in_zero,
     is_sharded,
     is_zero,
@@ -71,6 +72,7 @@ class InitializeOptions(TypedDict, total=False):
     casts: Literal["everywhere", "model"]
     cast_inputs: bool | str | Sequence[str]
     gradients: Literal["float32", "half"]
+    release_gradients: bool
     policy: str | os.PathLike[str] | RunPolicy | None
 
 
@@ -348,6 +350,40 @@ def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch
                 f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
                 "fully_shard divides masters and moments among ranks."
             )
+
+
+def check_release(releases: Any, optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Raise unless backwards can step the parameters of these optimizers.
+
+    Raises AmpTypeError, AmpValueError or AmpStateError.
+    """
+    if not isinstance(releases, bool):
+        raise AmpTypeError(f"release_gradients={releases!r}, but it is True or False (the default).")
+    if not releases:
+        return
+    if policy.loss_scale != 1.0:
+        raise AmpValueError(
+            f"release_gradients=True was given with loss_scale={policy.loss_scale!r}, but a step in the backward "
+            "cannot wait for the check of all gradients that a loss scale needs.  Choose opt_level='O5', or "
+            "loss_scale=1.0."
+        )
+    if has_other_ranks():
+        raise AmpStateError(
+            "release_gradients=True was given with several ranks, whose gradients are complete only after the "
+            "backward.  Leave it out."
+        )
+    for optimizer in optimizers:
+        name, rule = type(optimizer).__name__, rule_of(optimizer)
+        if rule is None or rule.formula == "lamb" or not all(map(rule.supports, optimizer.param_groups)):
+            raise AmpStateError(
+                f"release_gradients=True was given with a {name}, which cannot step parameters one by one as it is "
+                "set.  Use torch.optim's AdamW, Adam (without amsgrad) or SGD, or a fused optimizer other than LAMB."
+            )
+        for device in dict.fromkeys(p.device for group in optimizer.param_groups for p in group["params"]):
+            if (reason := missing(device)) is not None:
+                raise AmpStateError(
+                    f"release_gradients=True needs compiled kernels, which alone step so: {reason}.  Or leave it out."
+                )
 
 
 def missing_kernels(models: Sequence[nn.Module]) -> Iterator[str]:

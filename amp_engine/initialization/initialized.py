@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +192,8 @@ class Initialized:
             is_known = rule is not None and all(map(rule.supports, optimizer.param_groups))
             devices = {p.device for p in record.columns.params}
             if masters or is_active:
-                yield report.steps(type(optimizer).__name__, masters, is_known and not any(map(missing, devices)))
+                is_by_kernels = is_known and not any(map(missing, devices))
+                yield report.steps(type(optimizer).__name__, masters, is_by_kernels, record.releases)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any]) -> None:
         """Raise AmpStateError for an optimizer that is initialized, or that has attributes of apex's names."""
@@ -467,9 +469,12 @@ class Initialized:
             keeps_half = request.keeps_half and rows.makes_masters
             record = Record(optimizer, rows, Pending(self.records.events), ranks, check, keeps_half, is_later)
             self.records.add(record)
-            stash.put_on(optimizer, record, self.records, StepHook(record, self.records))
-            if split is not None or request.moment_dtype is not torch.float32:
+            hook = StepHook(record, self.records)
+            stash.put_on(optimizer, record, self.records, hook)
+            if split is not None or request.moment_dtype is not torch.float32 or request.releases:
                 record.require_kernels(request.moment_dtype)
+            if request.releases:
+                hook.release_gradients(partial(self._messages.left_out, request.names))
         except BaseException:
             self._undo_take_in(optimizer)
             self._of_any_grad_dtype += rows.abandon()

@@ -43,6 +43,8 @@ class Request:
         half_weights: the HalfWeights of each optimizer, or None if its low-precision weights are allowed.
         skips: the backwards under a static scale whose overflow skips the step.
         keeps_half: True if half gradients stay scaled until the step.
+        releases: True if backwards step the parameters.
+        names: gives the names of the models' parameters, by id.
         judge: gives the HalfWeights of an optimizer, given the ids of parameters that get another type.
     """
 
@@ -59,6 +61,8 @@ class Request:
     half_weights: list[HalfWeights | None]
     skips: Skips
     keeps_half: bool
+    releases: bool
+    names: Callable[[], Mapping[int, str]]
     judge: Callable[[Optimizer, Container[int]], HalfWeights | None]
 
     def without_objects(self) -> Request:
@@ -71,6 +75,7 @@ class Request:
         Raises AmpStateError for one that cannot have what the level gives. Changes nothing.
         """
         _check_optimizers([optimizer], self.policy, self.skips, self.process_group, self.moment_dtype)
+        arguments.check_release(self.releases, [optimizer], self.policy)
         return replace(self, optimizers=[optimizer], half_weights=[self.judge(optimizer, ())])
 
 
@@ -88,7 +93,8 @@ def checked(
 
     Args:
         given: overrides of the level's properties, or None for no override; and `cast_inputs`, `cast_model_outputs`,
-            `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts`, `gradients` of `initialize`.
+            `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts`, `gradients`, `release_gradients` of
+            `initialize`.
         hard_override: print complaints about overrides that do not fit the level instead of raising them.
         allow_half: `_amp_state.allow_incoming_model_not_fp32`.
 
@@ -121,6 +127,7 @@ def checked(
     stepping = [inner_of(optimizer) for optimizer in passed]
     moments = arguments.as_moment_dtype(moments)
     _check_optimizers(stepping, policy, skips, process_group, moments)
+    arguments.check_release(given["release_gradients"], stepping, policy)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
     arguments.check_wrappers(wrappers, bool(policy.master_weights))
     are_cast = {id(param) for param in changed}
@@ -143,6 +150,8 @@ def checked(
         halves,
         skips,
         given["gradients"] == "half",
+        given["release_gradients"],
+        names,
         judge,
     )
 

@@ -166,15 +166,17 @@ def initialization(defaults: Policy, policy: Policy, verbosity: int) -> Iterator
         yield f"Overrides:  {', '.join(changed)}"
 
 
-def steps(kind: str, masters: str, is_by_kernels: bool) -> str:
+def steps(kind: str, masters: str, is_by_kernels: bool, is_released: bool) -> str:
     """Message: what steps what.
 
     Args:
         kind: the class of an optimizer.
         masters: such as "4 FP32 masters"; "" if it steps none.
+        is_released: True if the backward steps.
     """
     on_masters = f" steps {masters}" if masters else " steps"
-    return f"{kind}{on_masters} by {'the compiled kernels' if is_by_kernels else 'its own class'}."
+    by = "the compiled kernels" if is_by_kernels else "its own class"
+    return f"{kind}{on_masters} by {by}{', in the backward, which frees each gradient' if is_released else ''}."
 
 
 def no_optimizer(dtype: torch.dtype, is_rounded: bool) -> str:
@@ -214,6 +216,16 @@ def flushed_message(loss_id: int, used: float, raised: float) -> str:
     return (
         f"Warning:  after overflows all gradients were 0 at the loss scale {used} of loss scaler {loss_id}.  The step "
         f"was taken on them, and the scale is {raised} from now on."
+    )
+
+
+def released_message(name: str, count: int, steps: int) -> str:
+    """Message: released gradients were not finite, in `count` parameters of the last of `steps` such steps."""
+    more = f" and of {count - 1} more" if count > 1 else ""
+    earlier = f"  So it was in {steps} steps." if steps > 1 else ""
+    return (
+        f"Warning:  the gradient of {name}{more} was not finite: these parameters were not stepped, the others were."
+        f"{earlier}"
     )
 
 

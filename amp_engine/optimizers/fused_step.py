@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,15 @@ def release_fused_step(optimizer: Optimizer) -> None:
             del _FUSED_STEPS[optimizer]
 
 
+class Apart(NamedTuple):
+    """One entry of the groups that is stepped apart from the others, as of its last step."""
+
+    param: Tensor
+    weight: Tensor
+    copy: Tensor | None
+    table: Table
+
+
 @dataclass(slots=True)
 class StepInput:
     """The tensors that one step reads and writes, one row for each entry of the optimizer's groups, in order.
@@ -95,6 +104,7 @@ class FusedStep:
         self.rule = rule
         self._optimizer = weakref.ref(optimizer)
         self._tables: list[Table] = []
+        self._apart: dict[int, Apart] = {}  # by id of the parameter
         self._captured: list[Table] = []  # earlier tables, to which CUDA graphs still write
         self._weights: tuple[Tensor, ...] = ()
         self._copies: tuple[Tensor | None, ...] = ()  # written beside the weights by the last step
@@ -176,6 +186,62 @@ class FusedStep:
                 checks if rows is None else None,
             )
 
+    def step_apart(
+        self,
+        param: Tensor,
+        weight: Tensor,
+        grad: Tensor,
+        copy: Tensor | None,
+        group: dict[str, Any],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Step one weight; not if `found_inf != 0`. No host sync.
+
+        An optimizer is stepped by this or by `step`, not by both.
+
+        Args:
+            param, weight, grad, copy: a row of a `StepInput`.
+            group: of the parameter.
+            found_inf: float32, shape [].
+        """
+        state_of, known = self._live_optimizer().state, self._apart.get(id(param))
+        lacks = self._form.lacks(state_of.get(param) or {}, self.rule.needs_state1(group))
+        state = state_of[param] if lacks else state_of.get(param)
+        if not (
+            known is not None
+            and known.param is param
+            and known.weight is weight
+            and known.copy is copy
+            and (state is None or known.table.inner[0] is state)
+            and known.table.is_current()
+            and not lacks
+        ):
+            state = {} if state is None else state
+            counts = {} if known is None else {id(view): count for view, count in known.table.by_state()}
+            start = self._form.start(state, counts)
+            self._form.fill(state, weight, group)
+            self._form.lay_out(state, weight)
+            table = Table(
+                self.rule,
+                rows=None,
+                device=weight.device,
+                weights=[weight],
+                copies=[copy],
+                groups=[0],
+                inner=[state],
+                start=[start],
+                adopts=copy is not None,
+                keeps_step=self._form.keeps_step,
+            )
+            known = self._apart[id(param)] = Apart(param, weight, copy, table)
+            self.has_stepped = True
+        known.table.native.step([laid_out_as(weight, grad)], b"\0", [self.rule.hyperparameters(group)], None, found_inf)
+
+    def keep_apart(self, params: Iterable[Tensor]) -> None:
+        """Forget the steps of parameters that are not among `params`."""
+        ids = set(map(id, params))
+        self._apart = {key: one for key, one in self._apart.items() if key in ids}
+
     def widen_moments(self) -> None:
         """Keep moments in float32, and no count that the class does not keep, from now on."""
         for p, state in self._live_optimizer().state.items() if self._form.dtype is not torch.float32 else ():
@@ -189,16 +255,18 @@ class FusedStep:
         """Let go of the state of the last step, which other state has replaced."""
         self._captured += [table for table in self._tables if table.is_captured]
         self._tables, self._weights, self._inner = [], (), []
+        self._apart.clear()
 
     def release(self) -> None:
         """Restore torch's form of the state: each count is its own tensor, on the CPU. Waits for the device."""
-        for table in self._tables:
+        for table in self._every_table():
             for inner, count in zip(table.inner, table.steps.cpu().unbind(), strict=True):
                 if self.rule.keeps_step and "step" in inner:
                     inner["step"] = count.clone()
                 elif not self.rule.keeps_step and self.rule.state1 in inner and count == 0:
                     inner[self.rule.state1] = None
         self._tables = []
+        self._apart.clear()
         self._hook.remove()
 
     def in_torch_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +274,7 @@ class FusedStep:
 
         A momentum buffer whose first step was skipped on the device becomes None, as torch has none before a step.
         """
-        counts = {id(view): count for table in self._tables for view, count in table.by_state()}
+        counts = {id(view): count for table in self._every_table() for view, count in table.by_state()}
         if not counts:
             return state_dict
         key = "step" if self._form.keeps_step else self.rule.state1
@@ -326,6 +394,9 @@ class FusedStep:
         ]
         self._weights, self._copies, self.has_stepped = tuple(weights), tuple(copies), True
         self._inner = list(optimizer.state.values())
+
+    def _every_table(self) -> list[Table]:
+        return [*self._tables, *(one.table for one in self._apart.values())]
 
     def _live_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()

@@ -64,6 +64,7 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping: float32, shape []. No host sync without `error_if_nonfinite`.
     """
+    _refuse_released(clipped, "clip_grad_norm_")
     parts = None
     for one in clipped.involved:
         if one.ranks.in_flat_shards:
@@ -105,11 +106,20 @@ def clip_grad_norm_(
 
 def clip_grad_value_(clipped: Clipped, clip_value: float, look: Callable[[Record], None]) -> None:
     """Clip each element of gradients to [-clip_value, clip_value]; `look` as in `clip_grad_norm_`. No host sync."""
+    _refuse_released(clipped, "clip_grad_value_")
     for one in clipped.involved:
         look(one)
     torch.nn.utils.clip_grad_value_(_with_readable_gradients(clipped), clip_value)
     for one in clipped.involved:
         one.note_clipped()
+
+
+def _refuse_released(clipped: Clipped, call: str) -> None:
+    if any(one.releases for one in clipped.involved):
+        raise AmpStateError(
+            f"amp.{call}() finds no gradient to clip: with release_gradients=True the backward has stepped and freed "
+            "each.  Leave out the clipping, or release_gradients."
+        )
 
 
 def _with_readable_gradients(clipped: Clipped) -> list[Tensor]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from amp_engine.levels.report import Reporter, flushed_message, overflow_message, static_overflow_message
+from amp_engine.levels.report import (
+    Reporter,
+    flushed_message,
+    overflow_message,
+    released_message,
+    static_overflow_message,
+)
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
 
@@ -55,6 +61,7 @@ class OverflowMessages:
         self._reporter = reporter
         self._scaling = scaling
         self._explains = explains
+        self._left_out = 0  # how many steps left parameters out
 
     def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
         """Say that a step was skipped. `backwards` must not be empty."""
@@ -86,6 +93,18 @@ class OverflowMessages:
             text = static_overflow_message(loss_id, scale)
             self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
             self._explains().taken(backward, True, in_a_row)
+
+    def left_out(self, names: Callable[[], Mapping[int, str]], count: int, param: nn.Parameter) -> None:
+        """Say that released gradients were not finite: at the 1st, 10th, 100th step with such.
+
+        Args:
+            names: of parameters, by id.
+            count: of such gradients since the step before; `param` had one of them.
+        """
+        self._left_out += 1
+        if self._left_out == 10 ** (len(str(self._left_out)) - 1):
+            name = names().get(id(param), f"a parameter of shape {tuple(param.shape)}")
+            self._reporter.say(released_message(name, count, self._left_out), rank0=True, level=logging.WARNING)
 
     def unchecked(self, backward: Backward, value: float, in_a_row: int, loss: Tensor | None) -> None:
         """Hand on a loss that is not finite if gradients are not checked."""

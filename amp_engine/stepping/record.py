@@ -119,7 +119,8 @@ class Record:
         state: the unit of the gradients.
         delayed: the backward of gradients that `delay_unscale` left scaled; None unless the state is DELAYED.
         passed: the last backward at a scale of 1 whose gradients no check saw; None if there is none.
-        needs_kernels: True if only the kernels can do its step (split masters, narrow moments).
+        needs_kernels: True if only the kernels can do its step (split masters, narrow moments, released gradients).
+        releases: True if backwards step the parameters, see release.py.
         has_left: True if the last step may have been skipped, so that gradients are left which may not be finite.
         backward_seen: True if there was a backward since the last step.
     """
@@ -142,7 +143,7 @@ class Record:
         self.state = State.IDLE
         self.delayed: Backward | None = None
         self.passed: Backward | None = None
-        self.needs_kernels = False
+        self.needs_kernels = self.releases = False
         self.is_later = is_later
         self.has_left = False
         self.backward_seen = False

@@ -266,9 +266,14 @@ class Records:
 
     # Checks.
 
+    @property
+    def skips_unscaled(self) -> bool:
+        """True if gradients at a scale of 1 that are not finite skip a step."""
+        return self.scaling.skips is not Skips.NEVER
+
     def _looks(self, records: Sequence[Record], device: torch.device | None) -> bool:
         """True if gradients at a scale of 1 are checked before a step. The host knows nothing of a captured loss."""
-        is_wanted = self.scaling.skips is not Skips.NEVER and bool(records) and not self.is_rehearsal
+        is_wanted = self.skips_unscaled and bool(records) and not self.is_rehearsal
         is_captured = device is not None and devices.is_capturing(device)
         return is_wanted and not is_captured and all(one.ranks.can_agree for one in records)
 

@@ -35,6 +35,7 @@ from amp_engine.stepping.gradient_warnings import refuse_own_step
 from amp_engine.stepping.pending import Skip
 from amp_engine.stepping.record import Record
 from amp_engine.stepping.records import Records
+from amp_engine.stepping.release import Release
 
 # Attributes of apex's names that `initialize` adds to an optimizer: the first is apex's, the others are its methods.
 APEX_NAMES = (
@@ -204,6 +205,7 @@ class StepHook:
         self._frame: FrameType | None = None  # of that step's call
         self._is_stepping = False
         self._incoming: dict[str, Any] = {}
+        self._release: Release | None = None
         optimizer = record.optimizer
         self._handles: list[RemovableHandle] = []  # the first is that of the step's pre-hook
         _add(optimizer, self)
@@ -225,6 +227,13 @@ class StepHook:
         """Remove these hooks from the optimizer. Only `remove_hooks` calls it."""
         for handle in self._handles:
             handle.remove()
+        if self._release is not None:
+            self._release.remove()
+
+    def release_gradients(self, tell: Callable[[int, nn.Parameter], None]) -> None:
+        """Step parameters in the backward from now on; `tell` as in Release."""
+        self._release = Release(self._record, self._owner, tell)
+        self._record.releases = True
 
     def before_hooks(self, optimizer: Optimizer) -> None:
         """Put our pre-hook behind the user's (clipping, logging), and gradients where the step will read them."""
@@ -282,6 +291,9 @@ class StepHook:
                 record.pending.taken_unseen()
                 return _with_closure(owner.heard(closure, record), args, kwargs)
             args, kwargs = self._run_closure(closure, args, kwargs)
+        if self._release is not None:
+            self._release.end_step()
+            return self._ghost(args, kwargs)
         record.refuse_joined(is_scaled and not owner.scaling.default().is_identity)
         record.refuse_foreign()
         by_scaler = hasattr(optimizer, "found_inf")  # torch.amp.GradScaler sets it, and has checked

@@ -27,6 +27,7 @@ LEVELS = {
     "O5, masters of 24 bits": {"opt_level": "O5", "master_weights": "24bit"},
     "O5, 8-bit moments": {"opt_level": "O5", "moment_dtype": "8bit"},
     "O5, 7 bytes": {"opt_level": "O5", "master_weights": "24bit", "moment_dtype": "8bit"},
+    "O5, released gradients": {"opt_level": "O5", "release_gradients": True},
 }
 CONTROLS = {
     "pure bfloat16": {"opt_level": "O5", "master_weights": False},

@@ -68,7 +68,8 @@ class UpdateAudit(Paged):
     for each element stay until the end. `measured()` has the figures, with the audit's own time and memory.
 
     If a step cannot be made on copies, the optimizer goes on unaudited, and the result names it with the reason:
-    step(closure), DTensors, complex or 8-bit weights, a CUDA graph's capture, classes that raise on wider copies.
+    step(closure), released gradients, DTensors, complex or 8-bit weights, a CUDA graph's capture, classes that raise on
+    wider copies.
 
     Args:
         optimizers: one, or several in a list or tuple. A wrapper without hooks stands for the optimizer inside.
@@ -295,6 +296,9 @@ class _Followed:
         if record is not None:
             record.follow_writes()  # as the step does first: earlier writes are no part of it
             record.complete_gradients()
+        if record is not None and record.releases:
+            self._refused = "Not audited: release_gradients=True steps each parameter in the backward."
+            return args, kwargs
         self._refused = _obstacle(optimizer, args, kwargs)
         if not self._refused:
             self._step = self._wanted(args, kwargs, begun)

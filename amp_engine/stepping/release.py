@@ -1,0 +1,150 @@
+"""Steps in the backward: each parameter as soon as its gradient is complete, which is then freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from amp_engine.errors import AmpStateError
+from amp_engine.ground.devices import HostNumbers
+from amp_engine.ground.torch_private import disable_dynamo
+from amp_engine.kernels import ListCheck
+from amp_engine.optimizers.fused_step import FusedStep, fused_step_of
+from amp_engine.stepping.record import Record
+from amp_engine.stepping.records import Records
+from amp_engine.stepping.rows import Columns
+
+
+class Release:
+    """Steps the parameters of one optimizer in the backward, and frees their gradients. The StepHook owns it.
+
+    Args:
+        record: of the optimizer, whose class the kernels step.
+        owner: of the record.
+        tell: called at a step with how many gradients since the last one were not finite, and one of their parameters.
+    """
+
+    def __init__(self, record: Record, owner: Records, tell: Callable[[int, nn.Parameter], None]) -> None:
+        fused = fused_step_of(record.optimizer)
+        assert fused is not None, "checked with the request"
+        self._fused: FusedStep = fused
+        self._record = record
+        self._owner = owner
+        self._tell = tell
+        self._check = ListCheck()
+        self._columns: Columns | None = None
+        self._places: dict[int, int] = {}  # id of a parameter -> its row
+        self._groups: list[dict[str, Any]] = []  # of each row
+        self._handles: list[RemovableHandle] = []
+        self._stepped: set[int] = set()  # rows that were stepped since the last `end_step`
+        self._flags: dict[torch.device, Tensor] = {}  # 1 for each row whose gradient was not finite
+        self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}  # a scale of 1; a norm that nothing reads
+        self._sent: list[tuple[list[nn.Parameter], HostNumbers]] = []
+        self._follow_groups()
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _follow_groups(self) -> None:
+        """Have hooks on exactly the parameters in the groups. Call after a scan."""
+        columns = self._record.columns
+        if columns is self._columns:
+            return
+        self.remove()
+        self._columns = columns
+        self._places = {id(p): row for row, p in enumerate(columns.params)}
+        self._groups = [group for group in self._record.optimizer.param_groups for _ in group["params"]]
+        self._flags.clear()
+        self._fused.keep_apart(columns.params)
+        of_self = weakref.WeakMethod(self._on_complete)  # a parameter outlives its optimizer
+
+        def on_complete(param: Tensor) -> None:
+            if (call := of_self()) is not None:
+                call(param)
+
+        for param in columns.params:
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(on_complete))
+
+    @disable_dynamo
+    def _on_complete(self, param: Tensor) -> None:
+        if self._owner.is_rehearsal or param.grad is None:
+            return
+        if not self._stepped:
+            self._record.look_for_parameters()
+            self._follow_groups()
+        if (row := self._places.get(id(param))) is not None:
+            if row in self._stepped:
+                self._refuse_second(param)
+            self._step(row)
+
+    def _refuse_second(self, param: Tensor) -> None:
+        param.grad = None
+        name = type(self._record.optimizer).__name__
+        raise AmpStateError(
+            f"A parameter of shape {tuple(param.shape)} got a second gradient before {name}.step().  With "
+            "release_gradients=True each backward steps its parameters, so that gradients of several backwards do not "
+            f"add up.  Call {name}.step() after each backward, or leave out release_gradients to accumulate."
+        )
+
+    @torch.no_grad()
+    def _step(self, row: int) -> None:
+        columns = self._record.columns
+        param, weight = columns.params[row], columns.weights[row]
+        grad, copy = param.grad, None if columns.copies is None else columns.copies[row]
+        assert grad is not None, "the caller saw it"
+        casts_off = self._owner.casts.off()
+        with nullcontext() if casts_off is None else casts_off:
+            found_inf = self._found_inf(row, grad)
+            self._fused.step_apart(param, weight, grad, copy, self._groups[row], found_inf)
+        if (beside := columns.beside[row]) is not None:
+            beside.mark()
+        param.grad = None
+        self._stepped.add(row)
+
+    def _found_inf(self, row: int, grad: Tensor) -> Tensor | None:
+        """Return the flag of a row, set to 1 if its gradient is not finite; None if nothing is skipped."""
+        if not self._owner.skips_unscaled:
+            return None
+        device = grad.device
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(len(self._places), device=device)
+            self._numbers[device] = torch.ones((), device=device), torch.zeros((), device=device)
+        flag = self._flags[device][row]
+        scale, norm = self._numbers[device]
+        self._check.run([grad], None, scale, flag, norm)
+        return flag
+
+    def end_step(self) -> None:
+        """At the optimizer's `step`: step gradients that came in another way, and tell what was not finite.
+
+        No host sync: what is on its way from a GPU is told at a later step.
+        """
+        record = self._record
+        self._follow_groups()
+        for row, param in enumerate(record.columns.params):
+            if param.grad is not None:
+                self._step(row)
+        for flags in self._flags.values():
+            self._sent.append((list(record.columns.params), HostNumbers(flags)))
+        self._flags.clear()
+        self._stepped.clear()
+        record.pending.taken_unseen()
+        record.stepped(may_be_left=False)
+        self.hear()
+
+    def hear(self) -> None:
+        """Tell of gradients that were not finite, as far as the host knows."""
+        while self._sent and self._sent[0][1].is_known():
+            params, numbers = self._sent.pop(0)
+            bad = [p for row, p in enumerate(params) if numbers.read(row) != 0]
+            if bad:
+                self._tell(len(bad), bad[0])

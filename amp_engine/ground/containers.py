@@ -59,6 +59,12 @@ def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
     return value if names is None else _map_fields(value, names, fn)
 
 
+def attributes_not_walked(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object that `map_tensors` returns unchanged; none of one that it walks."""
+    is_walked = isinstance(value, (Tensor, nn.Module, list, tuple, deque, Mapping)) or _has_to(value)
+    return {} if is_walked or _field_names(value) is not None else getattr(value, "__dict__", {})
+
+
 def _has_to(value: Any) -> bool:
     """True for an object with a `to` method; of a mapping only its class counts, as attributes may be items."""
     owner = type(value) if isinstance(value, Mapping) else value

@@ -44,6 +44,7 @@ from amp_engine.stepping import exact_state
 from amp_engine.stepping.arithmetic import is_zero
 from amp_engine.stepping.beside import Beside, Master, Remainder, Remainder24
 from amp_engine.stepping.exact import exact_of, exact_value
+from amp_engine.stepping.gradient_warnings import warn_of_rounded_masters
 from amp_engine.stepping.half_weights import warn_of_converted
 from amp_engine.stepping.overflow_messages import OverflowMessages
 from amp_engine.stepping.pending import Pending
@@ -358,7 +359,10 @@ class Initialized:
         del held  # the rows have it
         record = self.records.get(optimizer)
         assert record is not None, "it was taken in"
-        is_half = exact_state.take(optimizer) < narrow and request.moment_dtype is torch.float32
+        taken = exact_state.take(optimizer)
+        is_half = taken < narrow and request.moment_dtype is torch.float32
+        if taken and not had_masters:
+            warn_of_rounded_masters(optimizer, record.rows)
         for line in report.later_optimizer(type(optimizer).__name__, _counted(record), had_masters, is_half):
             self._reporter.say_once(line)
         return record

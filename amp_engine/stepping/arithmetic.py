@@ -68,7 +68,8 @@ def is_held(param: nn.Parameter) -> bool:
     """True if other code has the dense gradient of `param`, which must have one: in a variable, or in its memory."""
     grad = param.grad
     assert grad is not None
-    if grad.layout is not torch.strided or is_sharded(grad):
+    # torch's copy_ between types drops the sign of a negative view, so such a gradient could not be put back.
+    if grad.layout is not torch.strided or is_sharded(grad) or grad.is_neg():
         return False
     del grad
     return _references(param) > _references_of_none_else() or _is_part(param)

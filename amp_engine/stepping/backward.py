@@ -71,6 +71,8 @@ class Backward:
         micro_batches: the numbers of the first and last backward of `accumulation` that are checked together.
         of_replicas: True if all ranks have the same gradients once they are reduced.
         outcome: the outcome; set by `conclude`.
+        of_written: the backwards whose gradients this check saw again, after other code wrote them: reports of an
+            overflow name these.
     """
 
     outcome: Outcome
@@ -89,6 +91,7 @@ class Backward:
         self.update: ScaleUpdate | None = None
         self.is_reported = False  # True once its loss was reported as not finite, though its gradients are finite
         self.of_replicas = False
+        self.of_written: list[Backward] = []
         self.accumulation = Accumulation()
         self.micro_batches = 0, 0
         self.number = 0  # among the scaled backwards of its engine, from 1

@@ -1,13 +1,15 @@
-"""Warnings about gradients that never came, and about parameters that other code writes."""
+"""Warnings about gradients that never came, parameters that other code writes, and masters that begin rounded."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
 from torch.optim import Optimizer
 
-from amp_engine.errors import AmpGradientWarning, AmpStateError
+from amp_engine.errors import AmpGradientWarning, AmpRuntimeWarning, AmpStateError
 from amp_engine.ground.callers import is_called_by, warn
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput
 from amp_engine.stepping.rows import Rows
@@ -111,6 +113,22 @@ class WrittenParameters:
             f"are lost.  {write}.  This is said once.",
             AmpGradientWarning,
         )
+
+
+def warn_of_rounded_masters(optimizer: Optimizer, rows: Rows) -> None:
+    """After FP32 state was loaded: warn if all masters are the half parameters widened. Waits for the device once."""
+    beside = [one for one in rows.columns.beside if one is not None]
+    if not beside or any(one.is_loaded for one in beside):
+        return
+    if not all(torch.equal(one.value(), one.param.detach().float()) for one in beside):
+        return
+    name, half = type(optimizer).__name__, dtype_name(beside[0].param.dtype)
+    warn(
+        f"{name} goes on from saved FP32 state, but its {beside[0].plural} begin at {half} weights: what rounding took "
+        "from the saved weights is lost.  To resume exactly, load these in FP32: "
+        "from_pretrained(path, dtype=torch.float32) before amp.initialize, or model.load_state_dict(...) after it.",
+        AmpRuntimeWarning,
+    )
 
 
 def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInput) -> NoReturn:

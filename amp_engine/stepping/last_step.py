@@ -18,15 +18,18 @@ class LastStep:
     Args:
         outcomes: outcomes of the backwards that decided the step, oldest first; none if nothing was scaled or checked.
         squares: sums of squares of the scaled gradients that the step took; None if unknown.
+        of_loss: the outcome that has scale and value of the last loss, if that is not the last of `outcomes`.
     """
 
     def __init__(
         self,
         outcomes: Sequence[Outcome] = (),
         squares: Sequence[Tensor] | None = None,
+        of_loss: Outcome | None = None,
     ) -> None:
         self._outcomes = outcomes
         self._squares = squares
+        self._of_loss = outcomes[-1] if of_loss is None and outcomes else of_loss
 
     @property
     def is_known(self) -> bool:
@@ -53,12 +56,12 @@ class LastStep:
     @property
     def loss_scale(self) -> float:
         """The loss scale of its last backward; 1.0 if nothing was scaled. Waits until the host knows."""
-        return self._outcomes[-1].scale() if self._outcomes else 1.0
+        return 1.0 if self._of_loss is None else self._of_loss.scale()
 
     @property
     def loss(self) -> float | None:
         """The loss of its last backward, before scaling, or the sum of several losses; None if unknown."""
-        return self._outcomes[-1].loss() if self._outcomes else None
+        return None if self._of_loss is None else self._of_loss.loss()
 
     @property
     def norm(self) -> float | None:
@@ -74,7 +77,7 @@ class LastStep:
             return math.inf
         if not self._squares:
             return None
-        total = sum(float(one.sum()) for one in self._squares) ** 0.5 / self.loss_scale
+        total = sum(float(one.sum()) for one in self._squares) ** 0.5 / self._outcomes[-1].scale()
         return None if math.isnan(total) and not self.flag else total
 
     def __repr__(self) -> str:

@@ -59,7 +59,10 @@ class Pending:
         last = self._last
         if isinstance(last, tuple):
             backwards, squares = last
-            self._last = last = LastStep([backward.outcome for backward in backwards], squares)
+            of_loss = [one for backward in backwards for one in backward.of_written or [backward]][-1:]
+            self._last = last = LastStep(
+                [backward.outcome for backward in backwards], squares, of_loss[0].outcome if of_loss else None
+            )
         return last
 
     @property
@@ -132,6 +135,13 @@ class Pending:
         """Discard what is known of gradients that are gone, or that are checked anew."""
         self.backwards, self._squares = [], []
 
+    def check_again(self, backward: Backward) -> None:
+        """Have `backward` decide alone: a check of the same gradients, after other code wrote them."""
+        for one in self.backwards:
+            if one.skips and one is not backward:
+                backward.of_written += one.of_written or [one]
+        self.forget_backwards()
+
     def forget(self) -> None:
         """Discard the backwards since the last step."""
         self.backwards, self._squares, self.accumulations = [], [], {}
@@ -159,7 +169,7 @@ class Pending:
                     self._heed_loss(backward)
                 continue
             if backward.skips:
-                skipping.append(backward)
+                skipping += [one for one in backward.of_written if one.outcome.overflowed()] or [backward]
             else:
                 self._report(backward)
         self._skipped = bool(skipping)

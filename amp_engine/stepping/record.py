@@ -407,7 +407,7 @@ class Record:
         """Check the present gradients, which are unscaled and stay as they are. No host sync."""
         self.take_gradients()
         self._complete_clip()
-        self.pending.forget_backwards()  # what was found of gradients before decides no more
+        self.pending.check_again(backward)
         checked = self._look(backward, True, None, keeps=False)
         self.passed, self.has_left = None, False
         return checked

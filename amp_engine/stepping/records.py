@@ -311,7 +311,10 @@ class Records:
             return
         scaler.to(device)
         backward = Backward(scaler, 0, scaler.snapshot())
-        self.number(backward, {})
+        if record.pending.backwards:  # their gradients, written since: no backward more
+            backward.number = record.pending.backwards[-1].number
+        else:
+            self.number(backward, {})
         self._look_at([record], backward, tells=True)
 
     def look_to_clip(self, record: Record) -> None:

@@ -31,7 +31,7 @@ from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.stepping import exact_state, shards
-from amp_engine.stepping.gradient_warnings import refuse_own_step
+from amp_engine.stepping.gradient_warnings import refuse_own_step, warn_of_rounded_masters
 from amp_engine.stepping.pending import Skip
 from amp_engine.stepping.record import Record
 from amp_engine.stepping.records import Records
@@ -205,6 +205,7 @@ class StepHook:
         self._frame: FrameType | None = None  # of that step's call
         self._is_stepping = False
         self._incoming: dict[str, Any] = {}
+        self._was_loaded = False  # True if FP32 state was loaded since the last step
         self._release: Release | None = None
         optimizer = record.optimizer
         self._handles: list[RemovableHandle] = []  # the first is that of the step's pre-hook
@@ -278,6 +279,9 @@ class StepHook:
             return None
         owner, record = self._owner, self._record
         self._prepare()
+        if self._was_loaded:
+            self._was_loaded = False
+            warn_of_rounded_masters(optimizer, record.rows)
         if owner.is_rehearsal:
             record.discard()
             return self._ghost(args, kwargs)
@@ -539,6 +543,7 @@ class StepHook:
         beside = {id(one.param) for one in rows.columns.beside if one is not None}
         for index, param in zip(indices, own, strict=True):
             for name, value in exact_state.floating(saved["state"].get(index, {})) if id(param) in beside else ():
+                self._was_loaded |= value.dtype is torch.float32
                 wide = value if value.dtype is torch.float64 else value.to(torch.float32)
                 optimizer.state[param][name] = wide.to(param.device, copy=True)
 

@@ -65,6 +65,7 @@ OURS = {
     "allow_banned": False,
     "adopt_data_writes": False,
     "gradients": "float32",
+    "release_gradients": False,
     "process_group": None,
     "moment_dtype": None,
     "casts": "everywhere",

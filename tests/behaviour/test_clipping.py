@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import AmpTypeError, amp
+from amp_engine import AmpTypeError, Engine, amp
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -345,3 +345,43 @@ def test_a_clip_of_an_overflow_skips_and_leaves_every_bit(name: str, level: str,
     train(NORMED_MLP, model, optimizer, "c", first=2)
     assert all(master.isfinite().all() for master in masters(optimizer))
     assert not torch.equal(masters(optimizer)[0], before["params"][0])
+
+
+def by_torch_on_the_model(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def repair(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_is_told_with_its_scale_and_loss_though_torch_clips_its_gradients(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    amp.replace_engine(Engine())
+    model, optimizer = started(level, OPTIMIZERS["AdamW"], MLP, verbosity=1)
+    capsys.readouterr()
+    backward(MLP.loss(model, MLP.batch(0)) * INF, optimizer)
+    by_torch_on_the_model(model)
+    by_torch_on_the_model(model)
+    optimizer.step()
+    said = capsys.readouterr().out
+    assert "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0" in said
+    assert "The loss is inf, scaled by 65536" in said
+    assert (amp.last_step(optimizer).skipped, amp.last_step(optimizer).loss_scale) == (True, 65536.0)
+    assert amp.last_step(optimizer).loss == INF
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_were_repaired_after_an_overflow_are_stepped_without_a_message(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = started(level, OPTIMIZERS["AdamW"], MLP, verbosity=1)
+    capsys.readouterr()
+    backward(MLP.loss(model, MLP.batch(0)) * INF, optimizer)
+    repair(model)
+    optimizer.step()
+    assert "Skipping" not in capsys.readouterr().out
+    assert (amp.last_step(optimizer).skipped, amp.last_step(optimizer).loss_scale) == (False, 65536.0)

@@ -160,6 +160,16 @@ def test_what_a_step_writes_through_data_is_in_the_gradient_after_it(holds: bool
     assert_bitwise(*ends)
 
 
+def test_a_gradient_that_is_a_negative_view_keeps_its_values_in_a_step_of_the_class() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    held = model.weight.grad = torch._neg_view(torch.ones(1, 4, dtype=torch.bfloat16))
+    optimizer.step()
+    assert_bitwise(model.weight.grad.float(), -torch.ones(1, 4))
+    assert_bitwise(held.resolve_neg().float(), -torch.ones(1, 4))
+
+
 def test_scaled_half_gradients_are_left_unscaled_by_a_step_of_the_class() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 
-from amp_engine import Engine, amp
+from amp_engine import AmpRuntimeWarning, Engine, amp
 from tests.behaviour.test_later_optimizers import KINDS, adamw, half_model, initialized, train
 from tests.models import MLP
 from tests.support import assert_bitwise
@@ -282,3 +283,34 @@ def test_a_training_state_goes_on_bit_by_bit(tmp_path: Any) -> None:
     dcp.load({"training": amp.training_state(model, optimizer)}, checkpoint_id=tmp_path)
     train(model, optimizer, first=3)
     assert_bitwise(result(model, optimizer), expected)
+
+
+ROUNDED = "goes on from saved FP32 state, but its .* begin at bfloat16 weights"
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": "split"}], ids=["FP32", "split"])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_saved_state_over_weights_that_were_rounded_is_warned_of(is_later: bool, options: dict[str, Any]) -> None:
+    saved, _ = saved_run(**options)
+    model = half_model()
+    model.load_state_dict(saved["model"])  # as from_pretrained(dtype=torch.bfloat16) does
+    optimizer = adamw(model.parameters())
+    initialized(model, None if is_later else optimizer, **options)
+    optimizer.load_state_dict(saved["optimizer"])
+    with pytest.warns(AmpRuntimeWarning, match=ROUNDED):
+        train(model, optimizer)
+
+
+@pytest.mark.parametrize("order", ["weights", "state"])
+def test_saved_state_beside_exact_weights_is_not_warned_of(order: str) -> None:
+    saved, _ = saved_run()
+    model = half_model()
+    optimizer = adamw(model.parameters())
+    initialized(model, optimizer)
+    if order == "weights":
+        model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer)

@@ -1,7 +1,8 @@
-"""A loss that the model's forward computes in half is warned of, once."""
+"""A loss that the model's forward computes in half is warned of, once, and so are outputs that stay half."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -66,3 +67,40 @@ def test_an_evaluation_before_the_training_says_nothing_and_hides_nothing() -> N
         with torch.no_grad():
             assert said(model, 9) == []
         assert len(said(model)) == 1
+
+
+class Plain:
+    """No container that casts look into."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.name, self.logits = "plain", logits
+
+
+class Field(nn.Module):
+    """Returns its logits in an object."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.body, self.kind = nn.Linear(4, 3), kind
+
+    def forward(self, x: Tensor, targets: Tensor) -> Any:
+        return self.kind(logits=self.body(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_half_tensors_in_an_object_that_no_cast_reaches_are_warned_of_once(level: str) -> None:
+    with Engine() as engine:
+        found = said(engine.initialize(Field(Plain), opt_level=level, verbosity=0))
+    if level in ("O0", "O1", "O4"):  # their forwards give what functions give
+        assert found == []
+        return
+    (one,) = found
+    assert "Field returns a Plain, whose attributes no cast reaches: logits stays" in str(one.message)
+    assert (one.category, one.filename) == (AmpWarning, __file__)
+
+
+def test_what_that_warning_advises_gives_fp32() -> None:
+    with Engine() as engine:
+        model = engine.initialize(Field(dataclasses.make_dataclass("Out", ["logits"])), opt_level="O5", verbosity=0)
+        assert said(model) == []
+        assert model(X, Y).logits.dtype is torch.float32

@@ -1,5 +1,8 @@
-"""`apex.amp`."""
+"""`apex.amp`, with the names of `amp_engine.amp` that apex has not."""
 
+from typing import Any
+
+from amp_engine import amp as _amp
 from amp_engine.amp import disable_casts as disable_casts
 from amp_engine.amp import float_function as float_function
 from amp_engine.amp import half_function as half_function
@@ -27,3 +30,9 @@ from amp_engine.apex.amp_modules import handle as handle
 from amp_engine.apex.amp_modules import rnn_compat as rnn_compat
 from amp_engine.apex.amp_modules import scaler as scaler
 from amp_engine.apex.amp_modules import utils as utils
+
+
+def __getattr__(name: str) -> Any:
+    if name in _amp.__all__:
+        return getattr(_amp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

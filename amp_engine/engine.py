@@ -189,6 +189,7 @@ class Engine:
         cast_inputs: bool | str | Sequence[str] = True,
         gradients: Literal["float32", "half"] = "float32",
         release_gradients: bool = False,
+        masters_on: Literal["cpu"] | None = None,
         policy: str | os.PathLike[str] | RunPolicy | None = None,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`, in place, and return them.
@@ -236,6 +237,9 @@ class Engine:
             release_gradients: step each parameter in the backward, as soon as its gradient is complete, and free the
                 gradient: 2 bytes a parameter less. At a scale of 1, on one rank, for classes that the kernels step;
                 without clipping and accumulation, which are errors (docs/half_models.md).
+            masters_on: "cpu" keeps masters and moments in the memory of the host, where the CPU's kernels step them:
+                the device has 4 bytes a parameter, with the gradient. At a scale of 1, for the classes of
+                `release_gradients`. A step waits for the device.
             casts: where O1 and O4 cast functions: "everywhere" in the process, as apex did; "model" in forwards of
                 `models` and their parts, in the thread that calls them, and in `with amp.casts():`. Outputs of these
                 forwards are FP32, unless `cast_model_outputs` says otherwise.
@@ -270,6 +274,7 @@ class Engine:
                 "cast_inputs": cast_inputs,
                 "gradients": gradients,
                 "release_gradients": release_gradients,
+                "masters_on": masters_on,
             }
             # `takes_policy` has read the file.
             names = () if policy is None else tuple(cast("RunPolicy", policy).keep_float)

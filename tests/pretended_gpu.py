@@ -8,7 +8,7 @@ number, shapes that depend on values, copies that block. Operations on tensors o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -143,6 +143,8 @@ def _to_host(gpu: PretendedGpu, method: Callable[..., Any]) -> Callable[..., Any
         is_to_host = method.__name__ != "to" or any(device.type == "cpu" for device in devices)
         if gpu.has(tensor) and is_to_host:
             gpu.trap(f"Tensor.{method.__name__} copies from the GPU")
+            if method.__name__ in ("to", "cpu"):
+                tensor = torch.empty_like(tensor, device=HOST, requires_grad=False).copy_(tensor.detach())
         if gpu.has(tensor) and devices:
             args = tuple(a for a in args if not isinstance(a, (str, torch.device)))
             kwargs.pop("device", None)
@@ -161,14 +163,15 @@ def _key(tensor: Tensor) -> int:
 
 
 @contextmanager
-def pretended_gpu() -> Iterator[PretendedGpu]:
-    """A GPU, on which plain PyTorch computes, as where nothing was compiled."""
+def pretended_gpu(has_host_kernels: bool = False) -> Iterator[PretendedGpu]:
+    """A GPU, on which plain PyTorch computes, as where nothing was compiled, or only for the CPU."""
     gpu, stream = PretendedGpu(), Stream()
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in vars(TensorLists) if not name.startswith("_")]:
             patch.setattr(tensor_lists, name, getattr(reference_tensor_lists, name))
         for device in [*choice.NATIVE]:
-            patch.delitem(choice.NATIVE, device)
+            if device != "cpu" or not has_host_kernels:
+                patch.delitem(choice.NATIVE, device)
         patch.setattr(torch.Tensor, "device", property(lambda t: GPU if gpu.has(t) else _DEVICE.__get__(t)))
         patch.setattr(torch.Tensor, "is_cuda", property(gpu.has))
         patch.setattr(torch.Tensor, "is_cpu", property(lambda t: not gpu.has(t)))
@@ -184,6 +187,8 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        patch.setattr(torch.cuda, "Stream", lambda device=None: stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         patch.setattr(torch.cuda, "Event", lambda: Event(gpu))
         patch.setattr(torch.cuda, "synchronize", Event(gpu).synchronize)
         with gpu:

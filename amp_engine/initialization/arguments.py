@@ -73,6 +73,7 @@ class InitializeOptions(TypedDict, total=False):
     cast_inputs: bool | str | Sequence[str]
     gradients: Literal["float32", "half"]
     release_gradients: bool
+    masters_on: Literal["cpu"] | None
     policy: str | os.PathLike[str] | RunPolicy | None
 
 
@@ -372,18 +373,52 @@ def check_release(releases: Any, optimizers: Sequence[Optimizer], policy: Policy
             "release_gradients=True was given with several ranks, whose gradients are complete only after the "
             "backward.  Leave it out."
         )
+    devices = (p.device for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    _check_stepped_apart("release_gradients=True", optimizers, devices)
+
+
+def check_on_host(masters_on: Any, releases: bool, optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Raise AmpTypeError, AmpValueError or AmpStateError unless the CPU can step masters of these optimizers."""
+    if masters_on is None:
+        return
+    asked = f"masters_on={masters_on!r}"
+    if not isinstance(masters_on, str):
+        raise AmpTypeError(f'{asked}, but it is "cpu" or None (the default: the device of the model).')
+    if masters_on != "cpu":
+        raise AmpValueError(f'{asked}, but it is "cpu" or None (the default: the device of the model).')
+    if policy.master_weights is not True:
+        raise AmpValueError(
+            f"{asked} was given with master_weights={policy.master_weights!r}, but moves FP32 masters.  Choose "
+            "opt_level='O5' without master_weights; moment_dtype makes moments smaller."
+        )
+    if policy.loss_scale != 1.0:
+        raise AmpValueError(
+            f"{asked} was given with loss_scale={policy.loss_scale!r}, but half gradients travel, which hold no "
+            "unscaled values of float16.  Choose opt_level='O5', or loss_scale=1.0."
+        )
+    if releases:
+        raise AmpValueError(f"{asked} was given with release_gradients=True.  Choose one of the two.")
+    for optimizer in optimizers:
+        if steps_shards(optimizer):
+            raise AmpStateError(
+                f"{asked} was given with a {type(optimizer).__name__} that steps DTensors.  Leave it out: fully_shard "
+                "divides masters among ranks, and its CPUOffloadPolicy moves them."
+            )
+    _check_stepped_apart(asked, optimizers, [torch.device("cpu")])
+
+
+def _check_stepped_apart(asked: str, optimizers: Sequence[Optimizer], devices: Iterable[torch.device]) -> None:
+    """Raise AmpStateError unless the kernels can step parameters of these optimizers one by one on `devices`."""
     for optimizer in optimizers:
         name, rule = type(optimizer).__name__, rule_of(optimizer)
         if rule is None or rule.formula == "lamb" or not all(map(rule.supports, optimizer.param_groups)):
             raise AmpStateError(
-                f"release_gradients=True was given with a {name}, which cannot step parameters one by one as it is "
-                "set.  Use torch.optim's AdamW, Adam (without amsgrad) or SGD, or a fused optimizer other than LAMB."
+                f"{asked} was given with a {name}, which cannot step parameters one by one as it is set.  Use "
+                "torch.optim's AdamW, Adam (without amsgrad) or SGD, or a fused optimizer other than LAMB."
             )
-        for device in dict.fromkeys(p.device for group in optimizer.param_groups for p in group["params"]):
-            if (reason := missing(device)) is not None:
-                raise AmpStateError(
-                    f"release_gradients=True needs compiled kernels, which alone step so: {reason}.  Or leave it out."
-                )
+    for device in dict.fromkeys(devices) if optimizers else ():
+        if (reason := missing(device)) is not None:
+            raise AmpStateError(f"{asked} needs compiled kernels, which alone step so: {reason}.  Or leave it out.")
 
 
 def missing_kernels(models: Sequence[nn.Module]) -> Iterator[str]:

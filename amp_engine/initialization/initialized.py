@@ -42,7 +42,7 @@ from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping import exact_state
 from amp_engine.stepping.arithmetic import is_zero
-from amp_engine.stepping.beside import Beside, Master, Remainder, Remainder24
+from amp_engine.stepping.beside import Beside, HostMaster, Master, Remainder, Remainder24
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.gradient_warnings import warn_of_rounded_masters
 from amp_engine.stepping.half_weights import warn_of_converted
@@ -451,7 +451,7 @@ class Initialized:
         if split is not None:
             rows = Rows(optimizer, split, exact, keep_with_models=keep)
         elif policy.master_weights and not in_shards:
-            rows = Rows(optimizer, Master, exact, keep_with_models=keep)
+            rows = Rows(optimizer, HostMaster if request.on_host else Master, exact, keep_with_models=keep)
         else:
             rows = Rows(optimizer, halves=request.half_weights[request.optimizers.index(optimizer)])
         has_masters = rows.kind is not None
@@ -475,8 +475,10 @@ class Initialized:
             self.records.add(record)
             hook = StepHook(record, self.records)
             stash.put_on(optimizer, record, self.records, hook)
-            if split is not None or request.moment_dtype is not torch.float32 or request.releases:
+            if split is not None or request.moment_dtype is not torch.float32 or request.releases or request.on_host:
                 record.require_kernels(request.moment_dtype)
+            if request.on_host:
+                hook.step_on_host()
             if request.releases:
                 hook.release_gradients(partial(self._messages.left_out, request.names))
         except BaseException:
@@ -531,7 +533,7 @@ def _match_state_to_parameters(optimizer: Optimizer) -> None:
     Calls the optimizer's own `load_state_dict`, which may keep the state of half parameters in FP32.
     """
     differs = any(
-        isinstance(value, Tensor) and value.is_floating_point() and value.dtype != p.dtype
+        isinstance(value, Tensor) and value.is_floating_point() and (value.dtype, value.device) != (p.dtype, p.device)
         for p in master_params(optimizer)
         for key, value in optimizer.state.get(p, {}).items()
         if key != "step"

@@ -44,6 +44,7 @@ class Request:
         skips: the backwards under a static scale whose overflow skips the step.
         keeps_half: True if half gradients stay scaled until the step.
         releases: True if backwards step the parameters.
+        on_host: True if masters are in the memory of the host.
         names: gives the names of the models' parameters, by id.
         judge: gives the HalfWeights of an optimizer, given the ids of parameters that get another type.
     """
@@ -62,6 +63,7 @@ class Request:
     skips: Skips
     keeps_half: bool
     releases: bool
+    on_host: bool
     names: Callable[[], Mapping[int, str]]
     judge: Callable[[Optimizer, Container[int]], HalfWeights | None]
 
@@ -76,6 +78,7 @@ class Request:
         """
         _check_optimizers([optimizer], self.policy, self.skips, self.process_group, self.moment_dtype)
         arguments.check_release(self.releases, [optimizer], self.policy)
+        arguments.check_on_host("cpu" if self.on_host else None, self.releases, [optimizer], self.policy)
         return replace(self, optimizers=[optimizer], half_weights=[self.judge(optimizer, ())])
 
 
@@ -93,8 +96,8 @@ def checked(
 
     Args:
         given: overrides of the level's properties, or None for no override; and `cast_inputs`, `cast_model_outputs`,
-            `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts`, `gradients`, `release_gradients` of
-            `initialize`.
+            `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts`, `gradients`, `release_gradients`,
+            `masters_on` of `initialize`.
         hard_override: print complaints about overrides that do not fit the level instead of raising them.
         allow_half: `_amp_state.allow_incoming_model_not_fp32`.
 
@@ -128,6 +131,7 @@ def checked(
     moments = arguments.as_moment_dtype(moments)
     _check_optimizers(stepping, policy, skips, process_group, moments)
     arguments.check_release(given["release_gradients"], stepping, policy)
+    arguments.check_on_host(given["masters_on"], given["release_gradients"], stepping, policy)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
     arguments.check_wrappers(wrappers, bool(policy.master_weights))
     are_cast = {id(param) for param in changed}
@@ -151,6 +155,7 @@ def checked(
         skips,
         given["gradients"] == "half",
         given["release_gradients"],
+        given["masters_on"] is not None,
         names,
         judge,
     )

@@ -200,7 +200,7 @@ class FusedStep:
         An optimizer is stepped by this or by `step`, not by both.
 
         Args:
-            param, weight, grad, copy: a row of a `StepInput`.
+            param, weight, grad, copy: a row of a `StepInput`; `check_apart` passed the gradient.
             group: of the parameter.
             found_inf: float32, shape [].
         """
@@ -236,6 +236,17 @@ class FusedStep:
             known = self._apart[id(param)] = Apart(param, weight, copy, table)
             self.has_stepped = True
         known.table.native.step([laid_out_as(weight, grad)], b"\0", [self.rule.hyperparameters(group)], None, found_inf)
+
+    @staticmethod
+    def check_apart(grad: Tensor) -> None:
+        """Raise AmpStateError for a gradient that `step_apart` does not take."""
+        if not _is_plain(grad):
+            layout = "" if grad.layout is torch.strided else f" of layout {grad.layout}"
+            raise AmpStateError(
+                f"A parameter of shape {tuple(grad.shape)} has a {type(grad).__name__} of {grad.dtype}{layout} for a "
+                "gradient, but parameters that are stepped one by one take dense ones only.  Leave out "
+                "release_gradients or masters_on."
+            )
 
     def keep_apart(self, params: Iterable[Tensor]) -> None:
         """Forget the steps of parameters that are not among `params`."""

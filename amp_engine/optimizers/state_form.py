@@ -111,7 +111,7 @@ class StateForm:
             if self.dtype is not blocks.CODES:
                 state[name] = self._zeros(weight).copy_(self.wide(name, value.detach(), weight))
             elif blocks.is_in_blocks(value, weight):
-                state[name] = value.to(blocks.CODES)
+                state[name] = value.to(weight.device, blocks.CODES)
             else:
                 value_f32 = torch.empty_like(weight, dtype=torch.float32, requires_grad=False).copy_(value.detach())
                 state[name] = blocks.in_blocks(value_f32, self._code(name))
@@ -134,12 +134,9 @@ class StateForm:
         return value if self.fits(value, weight) else None
 
     def fits(self, value: Tensor | None, weight: Tensor) -> bool:
-        """True if a moment has the type `dtype`, and its weight's order in memory."""
+        """True if a moment has the type `dtype`, and its weight's device and order in memory."""
+        if value is None or value.device != weight.device:
+            return False
         if self.dtype is blocks.CODES:
-            return value is not None and value.dtype is blocks.CODES and blocks.is_in_blocks(value, weight)
-        return (
-            value is not None
-            and value.dtype == self.dtype
-            and kernels.is_dense(value)
-            and kernels.same_layout(value, weight)
-        )
+            return value.dtype is blocks.CODES and blocks.is_in_blocks(value, weight)
+        return value.dtype == self.dtype and kernels.is_dense(value) and kernels.same_layout(value, weight)

@@ -134,7 +134,7 @@ def _paired(model: nn.Module, averaged: nn.Module) -> tuple[list[nn.Parameter], 
 
 
 def _exact(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (float32_of(tensor) if is_low_precision(tensor) else tensor for tensor in tensors)
+    return (float32_of(tensor).to(tensor.device) if is_low_precision(tensor) else tensor for tensor in tensors)
 
 
 @torch.no_grad()

@@ -75,6 +75,16 @@ class Beside(Exact):
         self.is_loaded = False
         self.chosen_grad_dtype: torch.dtype | None = None
 
+    @property
+    def stepped(self) -> nn.Parameter:
+        """The tensor that the kernels step."""
+        return self.param
+
+    @property
+    def copy(self) -> Tensor:
+        """The tensor that they write beside it."""
+        raise NotImplementedError
+
     def is_owned(self) -> bool:
         """True if an optimizer steps it."""
         return self.owner is not None and self.owner() is not None
@@ -83,7 +93,7 @@ class Beside(Exact):
         """Give the parameter the value, and its gradient that type: the end of this object."""
         param, grad = self.param, self.param.grad
         value = self.value() if self.in_sync() or self.counts() else param.detach().float()
-        param.data = value
+        param.data = value.to(param.device)
         # torch's own: gradients have the type of the parameter.
         param.grad_dtype = None
         param.grad = None if grad is None else grad.to(torch.float32)
@@ -138,6 +148,16 @@ class Master(Beside):
         vars(self.weight).update(vars(param))
         self._pairs, self._place = Pairs([param], [self.weight]), 0
         keep_exact(self)
+
+    @property
+    def stepped(self) -> nn.Parameter:
+        """The master."""
+        return self.weight
+
+    @property
+    def copy(self) -> Tensor:
+        """The parameter."""
+        return self.param
 
     def was_written(self) -> bool:
         """True if other code wrote the master since it last agreed with the parameter."""
@@ -201,6 +221,11 @@ class Remainder(Beside):
             self._split(value_f32)
         keep_exact(self)
 
+    @property
+    def copy(self) -> Tensor:
+        """The remainder."""
+        return self.bits
+
     def counts(self) -> bool:
         """True if each element of the parameter that was not written since was rounded from the value.
 
@@ -254,6 +279,91 @@ class Remainder24(Remainder):
 
     def _remainder(self, value_f32: Tensor) -> Tensor:
         return halves.remainder24(value_f32, self.param)
+
+
+class HostMaster(Beside):
+    """One low-precision parameter and its float32 master, which is in the memory of the host.
+
+    There the kernels step it, from a gradient that has travelled to the host, and write the parameter's value into
+    `copy`, which travels back. What other code writes into the parameter moves its version, or a step undoes it.
+
+    Args:
+        param: dense.
+        value_f32: float32, rounds to `param`; None if the parameter is the master.
+
+    Raises AmpStateError for a parameter with gaps in memory.
+    """
+
+    __slots__ = ("_copy", "_gradients", "weight")
+    plural = "FP32 masters on the CPU"
+
+    def __init__(self, param: nn.Parameter, value_f32: Tensor | None) -> None:
+        if not kernels.is_dense(param):
+            raise AmpStateError(
+                f"A parameter of shape {tuple(param.shape)} and strides {param.stride()} has no master on the CPU: it "
+                "has gaps in memory.  Make it contiguous, or leave out masters_on."
+            )
+        super().__init__(param)
+        self.weight = nn.Parameter(host_like(param, torch.float32).copy_(param.detach()))
+        self._copy = host_like(param, param.dtype)
+        self._gradients: dict[torch.dtype, Tensor] = {}
+        vars(self.weight).update(vars(param))
+        self._pairs, self._place = Pairs([param], []), 0
+        self._set(param.detach() if value_f32 is None else value_f32.detach())
+        keep_exact(self)
+
+    @property
+    def stepped(self) -> nn.Parameter:
+        """The master."""
+        return self.weight
+
+    @property
+    def copy(self) -> Tensor:
+        """The value of the parameter, on the host."""
+        return self._copy
+
+    def counts(self) -> bool:
+        """True if each element of the parameter that was not written since was rounded from the value."""
+        return self.in_sync() or not (has_other_ranks() or self.weight.shape != self.param.shape)
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """Return the master, with elements of the parameter where it does not round to them; on the host."""
+        return followed(self.weight.detach(), self.param.detach().to(self.weight.device))
+
+    def take(self, value_f32: Tensor) -> None:
+        """Set the master to `value_f32`, which has been rounded into the parameter already."""
+        self._set(value_f32)
+        self.is_loaded = True
+        self.mark()
+
+    def follow(self, is_whole: bool) -> None:
+        """Take what other code wrote into the parameter: elements that differ from the master rounded, or all."""
+        is_same = self.weight.shape == self.param.shape and kernels.same_layout(self._copy, self.param)
+        value = self.value() if is_same and not is_whole else self.param.detach()
+        if not is_same:
+            self.weight.data, self._copy.data = host_like(self.param, torch.float32), host_like(self.param, value.dtype)
+            self._gradients.clear()
+        self._set(value)
+        self.mark()
+
+    @torch.no_grad()
+    def _set(self, value: Tensor) -> None:
+        self.weight.copy_(value)
+        self._copy.copy_(self.weight)
+
+    def gradient_of(self, dtype: torch.dtype) -> Tensor:
+        """Memory of the host for a gradient, the same at each step."""
+        if dtype not in self._gradients:
+            self._gradients = {dtype: host_like(self.param, dtype)}
+        return self._gradients[dtype]
+
+
+def host_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory of the host in the shape and order of a dense tensor, from which copies to a GPU need no wait."""
+    return torch.empty_like(
+        param, dtype=dtype, device="cpu", requires_grad=False, pin_memory=param.device.type == "cuda"
+    )
 
 
 def _check_can_split(param: nn.Parameter) -> None:

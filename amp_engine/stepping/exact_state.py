@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_engine.ground.dtypes import is_low_precision
+from amp_engine.stepping.beside import Beside
+from amp_engine.stepping.exact import exact_of
 
 _KEY = "amp_engine"  # of a group
 _ATTRIBUTE = "_exact"  # of the dictionary: for each parameter of the group {name: exact state}
@@ -60,10 +62,11 @@ def take(optimizer: Optimizer) -> int:
         exact = getattr(group.pop(_KEY, None), _ATTRIBUTE, ())
         for p, saved in zip(group["params"], exact, strict=False):  # parameters may have joined the group
             state = optimizer.state.get(p, {})
+            home = next((one.stepped.device for one in exact_of(p) if isinstance(one, Beside)), p.device)
             for name, value in saved.items() if is_low_precision(p) else ():
                 rounded = value.to(p.device, p.dtype)
                 now = state.get(name)
                 if isinstance(now, Tensor) and torch.equal(rounded, now.to(rounded)):
-                    state[name] = value.to(p.device)
+                    state[name] = value.to(home)
                     taken += 1
     return taken

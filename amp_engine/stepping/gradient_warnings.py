@@ -131,11 +131,12 @@ def warn_of_rounded_masters(optimizer: Optimizer, rows: Rows) -> None:
     )
 
 
-def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInput) -> NoReturn:
-    """Raise AmpStateError if only the class's own step could run, which handles no remainders or narrow moments."""
+def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInput | None) -> NoReturn:
+    """Raise AmpStateError if only the class's own step could run, which does nothing that needs the kernels."""
     by_caller = "step() has arguments, or torch.amp.GradScaler drives it"
-    reason = by_caller if fused is None else fused.obstacle(step)
+    reason = by_caller if fused is None or step is None else fused.obstacle(step)
     raise AmpStateError(
         f"{type(optimizer).__name__} cannot be stepped by the kernels: {reason}.  Its own step() knows neither split "
-        "masters nor narrow moments.  Leave out master_weights='split' and moment_dtype, or what is in the way."
+        "masters nor narrow moments, nor masters on the CPU.  Leave out master_weights='split', moment_dtype and "
+        "masters_on, or what is in the way."
     )

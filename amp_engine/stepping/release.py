@@ -101,6 +101,7 @@ class Release:
         param, weight = columns.params[row], columns.weights[row]
         grad, copy = param.grad, None if columns.copies is None else columns.copies[row]
         assert grad is not None, "the caller saw it"
+        self._fused.check_apart(grad)
         casts_off = self._owner.casts.off()
         with nullcontext() if casts_off is None else casts_off:
             found_inf = self._found_inf(row, grad)

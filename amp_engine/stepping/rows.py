@@ -15,7 +15,7 @@ from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.ground.distributed import has_other_ranks, is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
-from amp_engine.stepping.beside import Adoption, Beside, Master, Pairs, Remainder, round_all
+from amp_engine.stepping.beside import Adoption, Beside, HostMaster, Master, Pairs, Remainder, round_all
 from amp_engine.stepping.exact import Exact, discard_exact, exact_of, exact_value
 from amp_engine.stepping.half_weights import HalfWeights
 
@@ -49,7 +49,8 @@ class Columns(NamedTuple):
         params: n; the entries: the model's own parameters.
         beside: n; what keeps the float32 value of each, or None.
         weights: n; the tensor that a step updates: the master, or the parameter.
-        copies: n; what the kernels write beside the weights: parameters of masters, remainders, or None; None: nothing.
+        copies: n; what the kernels write beside the weights: parameters of masters, or their values on the host,
+            remainders, or None; None: nothing.
         plain_mask: n; 1 in rows without a master, else 0.
         has_plain: True if there are such rows.
         has_shards: True if some parameters are DTensors.
@@ -68,8 +69,8 @@ class Columns(NamedTuple):
 
 def _columns_of(params: tuple[nn.Parameter, ...], known: Mapping[int, Beside]) -> Columns:
     beside = tuple(known.get(id(p)) for p in params)
-    weights = tuple(b.weight if isinstance(b, Master) else p for p, b in zip(params, beside, strict=True))
-    copies = tuple(b.param if isinstance(b, Master) else b.bits if isinstance(b, Remainder) else None for b in beside)
+    weights = tuple(p if b is None else b.stepped for p, b in zip(params, beside, strict=True))
+    copies = tuple(None if b is None else b.copy for b in beside)
     plain_mask = bytes(not isinstance(b, Master) for b in beside)
     return Columns(
         params,
@@ -88,7 +89,7 @@ class Rows:
 
     Args:
         optimizer: its groups and its state have the model's parameters, and keep them.
-        kind: what low-precision parameters get: Master or Remainder; None if they get nothing.
+        kind: what low-precision parameters get; None if they get nothing.
         exact: id of a parameter -> its float32 value from before the model was cast; used until `keep`.
         halves: judges low-precision parameters that get nothing; None if they are allowed.
         keep_with_models: called where parameters joined or left the groups, with what lies beside those that left. It
@@ -104,7 +105,7 @@ class Rows:
     def __init__(
         self,
         optimizer: Optimizer,
-        kind: type[Master] | type[Remainder] | None = None,
+        kind: type[Master] | type[Remainder] | type[HostMaster] | None = None,
         exact: Mapping[int, Tensor] | None = None,
         halves: HalfWeights | None = None,
         keep_with_models: Callable[[Sequence[Beside]], None] | None = None,
@@ -131,7 +132,7 @@ class Rows:
 
     @property
     def makes_masters(self) -> bool:
-        """True if low-precision parameters have masters."""
+        """True if low-precision parameters have masters on their device."""
         return self.kind is Master
 
     @property
@@ -208,7 +209,7 @@ class Rows:
                 known[id(p)] = one
             elif not is_low_precision(p) or is_sharded(p):
                 continue
-            elif not p.requires_grad and self.makes_masters:
+            elif not p.requires_grad and not self.splits:
                 frozen.append(p)
             elif id(p) not in known:
                 if any(isinstance(one, Beside) and one.is_owned() for one in exact_of(p)):
@@ -243,7 +244,7 @@ class Rows:
             param = one.param
             if param.grad_dtype is not None:
                 one.chosen_grad_dtype = None if param.grad_dtype == param.dtype else param.grad_dtype
-                param.grad_dtype = None if isinstance(one, Master) else param.grad_dtype
+                param.grad_dtype = param.grad_dtype if isinstance(one, Remainder) else None
             if one.param in state and self.scans == 1:
                 state[one.param] = _widened(state[one.param])
 

@@ -32,6 +32,7 @@ from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.stepping import exact_state, shards
 from amp_engine.stepping.gradient_warnings import refuse_own_step, warn_of_rounded_masters
+from amp_engine.stepping.host_step import HostStep
 from amp_engine.stepping.pending import Skip
 from amp_engine.stepping.record import Record
 from amp_engine.stepping.records import Records
@@ -207,6 +208,7 @@ class StepHook:
         self._incoming: dict[str, Any] = {}
         self._was_loaded = False  # True if FP32 state was loaded since the last step
         self._release: Release | None = None
+        self._host: HostStep | None = None
         optimizer = record.optimizer
         self._handles: list[RemovableHandle] = []  # the first is that of the step's pre-hook
         _add(optimizer, self)
@@ -235,6 +237,10 @@ class StepHook:
         """Step parameters in the backward from now on; `tell` as in Release."""
         self._release = Release(self._record, self._owner, tell)
         self._record.releases = True
+
+    def step_on_host(self) -> None:
+        """Step masters in the memory of the host from now on."""
+        self._host = HostStep(self._record, self._owner)
 
     def before_hooks(self, optimizer: Optimizer) -> None:
         """Put our pre-hook behind the user's (clipping, logging), and gradients where the step will read them."""
@@ -308,6 +314,8 @@ class StepHook:
                 owner.look_at_unseen(record, is_stepping=True)
             seen = record.taken_gradients()
         record.missing_gradients.warn(optimizer, record.rows)
+        if self._host is not None:
+            return self._step_on_host(self._host, optimizer, args, kwargs, has_closure)
         if not is_own and not is_scaled and casts_off is None and not record.pending.backwards:
             record.pending.taken_unseen()
             record.stepped(may_be_left=False)
@@ -382,6 +390,30 @@ class StepHook:
             replaced = args, kwargs  # of a closure, its loss
         record.stepped(may_be_left=may_be_bad)
         if may_be_bad:
+            record.pending.conclude()
+        return replaced
+
+    def _step_on_host(
+        self, host: HostStep, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Skip the step, or have the CPU take it. Waits for the device, whose flags decide before anything is written.
+
+        Raises AmpStateError for a step with arguments, and in the capture of a CUDA graph.
+        """
+        record = self._record
+        record.written_parameters.warn(optimizer, record.rows)
+        host.refuse_capture()
+        if not (has_closure or _says_nothing(optimizer, args, kwargs)) or hasattr(optimizer, "found_inf"):
+            refuse_own_step(optimizer, None, None)
+        is_skipped = isinstance(record.pending.decide(on_device=False), Skip)
+        if is_skipped:
+            replaced = self._skip(args, kwargs)
+        else:
+            record.pending.conclude()  # before the step, as reports look at weights
+            host.step()
+            replaced = self._ghost(args, kwargs)
+        record.stepped(may_be_left=is_skipped)
+        if is_skipped:
             record.pending.conclude()
         return replaced
 
@@ -540,12 +572,12 @@ class StepHook:
             return
         indices = [i for group in saved["param_groups"] for i in group["params"]]
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        beside = {id(one.param) for one in rows.columns.beside if one is not None}
+        beside = {id(one.param): one for one in rows.columns.beside if one is not None}
         for index, param in zip(indices, own, strict=True):
             for name, value in exact_state.floating(saved["state"].get(index, {})) if id(param) in beside else ():
                 self._was_loaded |= value.dtype is torch.float32
                 wide = value if value.dtype is torch.float64 else value.to(torch.float32)
-                optimizer.state[param][name] = wide.to(param.device, copy=True)
+                optimizer.state[param][name] = wide.to(beside[id(param)].stepped.device, copy=True)
 
 
 def _input_of(record: Record, grads: Sequence[Tensor | None] | None) -> StepInput:

@@ -66,6 +66,7 @@ OURS = {
     "adopt_data_writes": False,
     "gradients": "float32",
     "release_gradients": False,
+    "masters_on": None,
     "process_group": None,
     "moment_dtype": None,
     "casts": "everywhere",

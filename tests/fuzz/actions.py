@@ -308,6 +308,7 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
         world.same(norm, torch.nn.utils.clip_grad_norm_(params, max_norm), "norm")
         return
     order = float("inf") if kind == "amp inf" else 2.0
+    ref.scan(o)
     is_refused = ref.is_scaled and any(map(ref.has_half, ref.names(o)))
     try:
         norm = amp.clip_grad_norm_(world.optimizers[o], max_norm, order)
@@ -317,7 +318,6 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
         return
     if is_refused:
         raise MismatchError("a clipping of half gradients that no loss scale has multiplied")
-    ref.scan(o)
     ref.look(o)
     plain = torch.nn.utils.get_total_norm([p.grad.float() for p in params if p.grad is not None], order)
     world.same(norm, plain, "norm", 1e-5)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from amp_engine.engine import Engine
 from amp_engine.ground.distributed import local_of
-from amp_engine.stepping.beside import Master, Remainder
+from amp_engine.stepping.beside import HostMaster, Master, Remainder
 from amp_engine.stepping.exact import exact_of
 from amp_engine.tools.diagnosis.recorder import tensors_in
 from amp_engine.tools.page.page import Section, Table
@@ -68,7 +68,7 @@ def _counted(
     count.add(PARAMETERS, params)
     count.add(BUFFERS, (b for model in models for b in measured(model.buffers())))
     beside = [kept for p in params if isinstance(p, nn.Parameter) for kept in exact_of(p)]
-    count.add(MASTERS, (kept.weight for kept in beside if isinstance(kept, Master)))
+    count.add(MASTERS, (kept.weight for kept in beside if isinstance(kept, (Master, HostMaster))))
     count.add(REMAINDERS, (kept.bits for kept in beside if isinstance(kept, Remainder)))
     for one in optimizers:
         count.add(STATE, tensors_in(list(one.state.values())))

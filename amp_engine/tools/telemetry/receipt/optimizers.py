@@ -12,7 +12,7 @@ from amp_engine.engine import Engine
 from amp_engine.ground.dtypes import dtype_name
 from amp_engine.optimizers.fused_step import fused_step_so_far
 from amp_engine.optimizers.rules import TORCH_RULES, rule_of
-from amp_engine.stepping.beside import Remainder
+from amp_engine.stepping.beside import HostMaster, Remainder
 from amp_engine.stepping.record import Record
 from amp_engine.tools.page.page import Block, Section, Sentence
 from amp_engine.tools.telemetry.wording import number, plural
@@ -124,6 +124,8 @@ def _masters(record: Record) -> str:
     parts = []
     if rows.masters:
         parts.append(plural(len(rows.masters), "FP32 master"))
+    if on_host := sum(isinstance(one, HostMaster) for one in rows.columns.beside):
+        parts.append(f"{plural(on_host, 'FP32 master')} on the CPU")
     if rows.splits:
         parts.append(plural(sum(isinstance(one, Remainder) for one in rows.columns.beside), "split master"))
     fused = fused_step_so_far(record.optimizer)

@@ -1,0 +1,80 @@
+"""Steps of masters in the memory of the host: gradients travel there, and the new values of parameters back."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from amp_engine.errors import AmpStateError
+from amp_engine.ground import devices
+from amp_engine.optimizers.fused_step import FusedStep, fused_step_of
+from amp_engine.stepping.beside import HostMaster
+from amp_engine.stepping.record import Record
+from amp_engine.stepping.records import Records
+from amp_engine.stepping.rows import Columns
+
+
+class HostStep:
+    """Steps the parameters of one optimizer, one by one: while one is stepped, others travel. The StepHook owns it.
+
+    Args:
+        record: of the optimizer, whose class the kernels step.
+        owner: of the record.
+    """
+
+    def __init__(self, record: Record, owner: Records) -> None:
+        fused = fused_step_of(record.optimizer)
+        assert fused is not None, "checked with the request"
+        self._fused: FusedStep = fused
+        self._record = record
+        self._owner = owner
+        self._columns: Columns | None = None
+        self._downloads: dict[torch.device, devices.Downloads] = {}
+
+    def refuse_capture(self) -> None:
+        """Raise AmpStateError in the capture of a CUDA graph, in which no CPU steps."""
+        params = self._record.columns.params
+        if params and devices.is_capturing(params[0].device):
+            raise AmpStateError(
+                f"{type(self._record.optimizer).__name__}.step() is captured in a CUDA graph, but with "
+                'masters_on="cpu" the CPU steps, which a replay skips.  Leave step() out of the capture, or masters_on.'
+            )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step every parameter that has a gradient. Waits for gradients; new values are on their way afterwards."""
+        record, columns = self._record, self._record.columns
+        if columns is not self._columns:
+            self._columns = columns
+            self._fused.keep_apart(columns.params)
+        groups = [group for group in record.optimizer.param_groups for _ in group["params"]]
+        rows = [row for row, param in enumerate(columns.params) if param.grad is not None]
+        for row in rows:
+            self._fused.check_apart(columns.params[row].grad)  # type: ignore[arg-type]
+        sent = [self._sent(row) for row in rows]
+        casts_off = self._owner.casts.off()
+        with nullcontext() if casts_off is None else casts_off:
+            for row, (grad, arrival) in zip(rows, sent, strict=True):
+                if arrival is not None:
+                    arrival.wait()
+                param, one = columns.params[row], columns.beside[row]
+                copy = None if one is None else one.copy
+                self._fused.step_apart(param, columns.weights[row], grad, copy, groups[row], None)
+                if isinstance(one, HostMaster):
+                    param.copy_(one.copy, non_blocking=True)
+                    one.mark()
+
+    def _sent(self, row: int) -> tuple[Tensor, devices.Arrival | None]:
+        """Return a gradient where it is stepped, and when it is there; None: now."""
+        param, one = self._record.columns.params[row], self._record.columns.beside[row]
+        grad = param.grad
+        assert grad is not None, "the caller saw it"
+        if not isinstance(one, HostMaster):
+            return grad, None
+        device = param.device
+        if device not in self._downloads:
+            self._downloads[device] = devices.Downloads(device)
+        memory = one.gradient_of(grad.dtype)
+        return memory, self._downloads[device].start(memory, grad)

@@ -7,7 +7,7 @@ import torch
 
 from amp_engine import amp
 from tests.gpu.support import GPU
-from tests.support import LEVELS
+from tests.support import LEVELS, assert_bitwise
 
 pytestmark = pytest.mark.cuda
 
@@ -61,3 +61,20 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(level):
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
     losses = steps(model, optimizer, x, y, 30)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("option", ["release_gradients", "masters_on"])
+@pytest.mark.parametrize("moments", [torch.float32, "8bit"], ids=str)
+def test_released_gradients_and_masters_on_the_cpu_give_the_same_run(option, moments):
+    ends = []
+    for value in ({"release_gradients": True, "masters_on": "cpu"}[option], None):
+        torch.manual_seed(0)
+        model, x, y = model_and_batch()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        given = {} if value is None else {option: value}
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0, moment_dtype=moments, **given)
+        losses = steps(model, optimizer, x, y, 5)
+        ends.append([losses, {name: value.to(GPU) for name, value in model.state_dict().items()}])
+        assert {p.device.type for p in model.parameters()} == {GPU.type}
+        amp.close()
+    assert_bitwise(*ends)

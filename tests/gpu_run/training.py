@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,20 @@ Step = Callable[[], Tensor]
 
 FLOAT32, TF32 = "FP32", "TF32"
 AUTOCAST = {"autocast bfloat16": torch.bfloat16, "autocast float16": torch.float16}
+SEVEN_BYTES = {"master_weights": "24bit", "moment_dtype": "8bit"}
+IN_LESS_MEMORY = {
+    "O5, 7 bytes": SEVEN_BYTES,
+    "O5, 7 bytes, released": {**SEVEN_BYTES, "release_gradients": True},
+    "O5, masters on the CPU": {"masters_on": "cpu"},
+}
 AGAINST = {
-    **dict.fromkeys(("O4", "O5"), "autocast bfloat16"),
+    **dict.fromkeys(("O4", "O5", *IN_LESS_MEMORY), "autocast bfloat16"),
     **dict.fromkeys(("O1", "O2", "O3"), "autocast float16"),
     "O0": FLOAT32,
 }
 LEVELS = tuple(AGAINST)
 PEERS = ("autocast bfloat16", "O5", "O4", "autocast float16", "O2", "O1")  # first of what is compared, most valuable
-OTHERS = (TF32, "O3", FLOAT32, "O0")
+OTHERS = (*IN_LESS_MEMORY, TF32, "O3", FLOAT32, "O0")
 COMPILED, GRAPH, DDP, FSDP2 = "compiled", "as a graph", "DDP", "FSDP2"  # how a model is trained; "" otherwise
 NEEDS = {COMPILED: 15.0, GRAPH: 8.0}  # seconds
 
@@ -120,14 +127,16 @@ def replayed(step: Step, device: torch.device) -> Step:
 
 
 @contextmanager
-def ours(example: Example, level: str, device: torch.device, how: str = "") -> Iterator[Step]:
-    """A step at `level`."""
+def ours(example: Example, who: str, device: torch.device, how: str = "") -> Iterator[Step]:
+    """A step at a level, clipped unless gradients are released."""
+    level, _, words = who.partition(", ")
+    options: dict[str, Any] = IN_LESS_MEMORY[who] if words else {}
     model, inputs, targets = build(example, device)
     if how == FSDP2:
         shard(example, model, amp.fsdp_policy(level), amp.fsdp_policy(level, root=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, eps=1e-4 if level == "O3" else 1e-8)
     with Engine() as engine:
-        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
         model = wrapped(example, model, how)
 
         def step() -> Tensor:
@@ -135,7 +144,8 @@ def ours(example: Example, level: str, device: torch.device, how: str = "") -> I
             loss = loss_of(model(inputs), targets)
             with engine.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
-            engine.clip_grad_norm_(optimizer, 1.0)
+            if "release_gradients" not in options:
+                engine.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
             return loss.detach()
 

@@ -466,7 +466,7 @@ class Engine:
         self.records.close_into(record)
         record.follow_writes(rounds=not record.is_in_body)
         record.hand_out()
-        return iter(record.columns.weights)
+        return iter(record.rows.shown_weights())
 
     @contextmanager
     def on_masters(self, optimizer: Optimizer | LARC) -> Iterator[None]:

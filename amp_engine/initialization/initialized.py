@@ -351,6 +351,13 @@ class Initialized:
             _refuse_gradients(optimizer, [p for p in params if not any(id(p) in one.param_ids() for one in earlier)])
         held = agree(params) if request.policy.master_weights else []
         for one in earlier:
+            if one.is_stepped_ahead:
+                warn(
+                    f"The last backward was stepped by the {type(one.optimizer).__name__} that this "
+                    f"{type(optimizer).__name__} replaces, since release_gradients=True steps in the backward.  Step "
+                    "the new optimizer once before the next backward, or delete the earlier one.",
+                    AmpRuntimeWarning,
+                )
             self._replace(one)
         state = chain.from_iterable(one.values() for one in optimizer.state.values() if isinstance(one, dict))
         narrow = sum(isinstance(value, Tensor) and is_low_precision(value) for value in state)

@@ -57,6 +57,8 @@ def release_fused_step(optimizer: Optimizer) -> None:
         if type(optimizer) in TORCH_RULES:
             fused.release()
             del _FUSED_STEPS[optimizer]
+        else:
+            fused.keep_apart([])
 
 
 class Apart(NamedTuple):

@@ -64,8 +64,8 @@ def export_state_dict(model: nn.Module, dtype: torch.dtype | str | None = None) 
             entry that of its parameter or buffer, half at O2, O3 and O5 except for what stays FP32.
 
     Returns:
-        The entries of `model.state_dict()` as contiguous copies on their devices; tied weights are one tensor. Entries
-        that are no tensors are unchanged.
+        The entries of `model.state_dict()` as contiguous copies on their devices, or where the masters are; tied
+        weights are one tensor. Entries that are no tensors are unchanged.
 
     Raises AmpTypeError if `model` is no module, or for another dtype. No host sync.
     """

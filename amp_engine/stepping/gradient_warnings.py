@@ -116,12 +116,14 @@ class WrittenParameters:
 
 
 def warn_of_rounded_masters(optimizer: Optimizer, rows: Rows) -> None:
-    """After FP32 state was loaded: warn if all masters are the half parameters widened. Waits for the device once."""
+    """After FP32 state was loaded: warn if all masters are the half parameters widened. Waits for the device."""
     beside = [one for one in rows.columns.beside if one is not None]
     if not beside or any(one.is_loaded for one in beside):
         return
-    if not all(torch.equal(one.value(), one.param.detach().float()) for one in beside):
-        return
+    for one in beside:
+        value = one.value()
+        if not torch.equal(value, one.param.detach().to(value.device, torch.float32)):
+            return
     name, half = type(optimizer).__name__, dtype_name(beside[0].param.dtype)
     warn(
         f"{name} goes on from saved FP32 state, but its {beside[0].plural} begin at {half} weights: what rounding took "

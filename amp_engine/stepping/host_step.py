@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from amp_engine import kernels
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.optimizers.fused_step import FusedStep, fused_step_of
@@ -33,9 +34,23 @@ class HostStep:
         self._columns: Columns | None = None
         self._downloads: dict[torch.device, devices.Downloads] = {}
 
-    def refuse_capture(self) -> None:
-        """Raise AmpStateError in the capture of a CUDA graph, in which no CPU steps."""
-        params = self._record.columns.params
+    def check(self) -> None:
+        """Raise AmpStateError for what `step` cannot do, before it or another call has changed anything.
+
+        That is the capture of a CUDA graph, in which no CPU steps, a gradient that is not dense, and an FP32 parameter
+        on a device without kernels.
+        """
+        columns = self._record.columns
+        params = columns.params
+        for param, one in zip(params, columns.beside, strict=True):
+            if param.grad is None:
+                continue
+            self._fused.check_apart(param.grad)
+            if one is None and (reason := kernels.missing(param.device)) is not None:
+                raise AmpStateError(
+                    f'masters_on="cpu" has the CPU step half parameters; one of shape {tuple(param.shape)} stays FP32 '
+                    f"on {param.device}, where compiled kernels step it: {reason}.  Or leave masters_on out."
+                )
         if params and devices.is_capturing(params[0].device):
             raise AmpStateError(
                 f"{type(self._record.optimizer).__name__}.step() is captured in a CUDA graph, but with "
@@ -44,15 +59,16 @@ class HostStep:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step every parameter that has a gradient. Waits for gradients; new values are on their way afterwards."""
+        """Step every parameter that has a gradient. Waits for gradients; new values are on their way afterwards.
+
+        Call after `check`.
+        """
         record, columns = self._record, self._record.columns
         if columns is not self._columns:
             self._columns = columns
             self._fused.keep_apart(columns.params)
         groups = [group for group in record.optimizer.param_groups for _ in group["params"]]
         rows = [row for row, param in enumerate(columns.params) if param.grad is not None]
-        for row in rows:
-            self._fused.check_apart(columns.params[row].grad)  # type: ignore[arg-type]
         sent = [self._sent(row) for row in rows]
         casts_off = self._owner.casts.off()
         with nullcontext() if casts_off is None else casts_off:

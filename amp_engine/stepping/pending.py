@@ -135,12 +135,10 @@ class Pending:
         """Discard what is known of gradients that are gone, or that are checked anew."""
         self.backwards, self._squares = [], []
 
-    def check_again(self, backward: Backward) -> None:
-        """Have `backward` decide alone: a check of the same gradients, after other code wrote them."""
-        for one in self.backwards:
-            if one.skips and one is not backward:
-                backward.of_written += one.of_written or [one]
-        self.forget_backwards()
+    def checked_again_by(self, backward: Backward) -> None:
+        """Note that `backward` is a check of the same gradients, after other code wrote them."""
+        backward.number = self.backwards[-1].number
+        backward.of_written = [of for one in self.backwards if one.skips for of in one.of_written or [one]]
 
     def forget(self) -> None:
         """Discard the backwards since the last step."""

@@ -121,6 +121,7 @@ class Record:
         passed: the last backward at a scale of 1 whose gradients no check saw; None if there is none.
         needs_kernels: True if only the kernels can do its step (split masters, narrow moments, released gradients).
         releases: True if backwards step the parameters, see release.py.
+        is_stepped_ahead: True if one has, since the last step.
         has_left: True if the last step may have been skipped, so that gradients are left which may not be finite.
         backward_seen: True if there was a backward since the last step.
     """
@@ -143,7 +144,7 @@ class Record:
         self.state = State.IDLE
         self.delayed: Backward | None = None
         self.passed: Backward | None = None
-        self.needs_kernels = self.releases = False
+        self.needs_kernels = self.releases = self.is_stepped_ahead = False
         self.is_later = is_later
         self.has_left = False
         self.backward_seen = False
@@ -407,7 +408,7 @@ class Record:
         """Check the present gradients, which are unscaled and stay as they are. No host sync."""
         self.take_gradients()
         self._complete_clip()
-        self.pending.check_again(backward)
+        self.pending.forget_backwards()  # what was found of gradients before decides no more
         checked = self._look(backward, True, None, keeps=False)
         self.passed, self.has_left = None, False
         return checked

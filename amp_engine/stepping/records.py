@@ -311,8 +311,8 @@ class Records:
             return
         scaler.to(device)
         backward = Backward(scaler, 0, scaler.snapshot())
-        if record.pending.backwards:  # their gradients, written since: no backward more
-            backward.number = record.pending.backwards[-1].number
+        if scaler is self._of_one and record.pending.backwards:  # without a body there was no backward more
+            record.pending.checked_again_by(backward)
         else:
             self.number(backward, {})
         self._look_at([record], backward, tells=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.errors import AmpStateError
+from amp_engine.ground import devices
 from amp_engine.ground.devices import HostNumbers
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import ListCheck
@@ -42,6 +43,7 @@ class Release:
         self._places: dict[int, int] = {}  # id of a parameter -> its row
         self._groups: list[dict[str, Any]] = []  # of each row
         self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove_all, self._handles).atexit = False  # of an optimizer that is gone
         self._stepped: set[int] = set()  # rows that were stepped since the last `end_step`
         self._flags: dict[torch.device, Tensor] = {}  # 1 for each row whose gradient was not finite
         self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}  # a scale of 1; a norm that nothing reads
@@ -50,18 +52,28 @@ class Release:
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
-        while self._handles:
-            self._handles.pop().remove()
+        _remove_all(self._handles)
 
     def _follow_groups(self) -> None:
-        """Have hooks on exactly the parameters in the groups. Call after a scan."""
-        columns = self._record.columns
+        """Have hooks on exactly the parameters in the groups. Call after a scan.
+
+        Raises AmpStateError for a parameter that another optimizer steps, too.
+        """
+        record, columns = self._record, self._record.columns
+        # Loading a state makes other groups of the same parameters.
+        self._groups = [group for group in record.optimizer.param_groups for _ in group["params"]]
         if columns is self._columns:
             return
+        other = next((one for one in self._owner.all if one is not record and one.shares_parameters_with(record)), None)
+        if other is not None:
+            both = f"{type(record.optimizer).__name__} and {type(other.optimizer).__name__}"
+            raise AmpStateError(
+                f"{both} step a common parameter, whose gradient is gone after the first step.  Give each parameter to "
+                "one of them, or leave out release_gradients."
+            )
         self.remove()
         self._columns = columns
         self._places = {id(p): row for row, p in enumerate(columns.params)}
-        self._groups = [group for group in self._record.optimizer.param_groups for _ in group["params"]]
         self._flags.clear()
         self._fused.keep_apart(columns.params)
         of_self = weakref.WeakMethod(self._on_complete)  # a parameter outlives its optimizer
@@ -79,12 +91,29 @@ class Release:
         if self._owner.is_rehearsal or param.grad is None:
             return
         if not self._stepped:
-            self._record.look_for_parameters()
-            self._follow_groups()
+            self._begin(param)
         if (row := self._places.get(id(param))) is not None:
             if row in self._stepped:
                 self._refuse_second(param)
             self._step(row)
+
+    def _begin(self, param: Tensor) -> None:
+        """Before the first parameter of a step. Raises AmpStateError where no step may run in the backward."""
+        record = self._record
+        record.follow_writes(rounds=False)
+        self._follow_groups()
+        name, why = type(record.optimizer).__name__, ""
+        if record.is_in_body:
+            why = "the loss is scaled, by another amp.initialize with a loss scale"
+        elif devices.is_capturing(param.device):
+            why = "a CUDA graph captures the backward"
+        elif record.ranks.has_wrappers():
+            why = "a DistributedDataParallel reduces the gradients after the backward"
+        if why:
+            raise AmpStateError(
+                f"release_gradients=True has the backward step the parameters of {name}, but {why}.  Nothing was "
+                "stepped.  Leave out release_gradients."
+            )
 
     def _refuse_second(self, param: Tensor) -> None:
         param.grad = None
@@ -110,6 +139,7 @@ class Release:
             beside.mark()
         param.grad = None
         self._stepped.add(row)
+        self._record.is_stepped_ahead = True
 
     def _found_inf(self, row: int, grad: Tensor) -> Tensor | None:
         """Return the flag of a row, set to 1 if its gradient is not finite; None if nothing is skipped."""
@@ -117,7 +147,7 @@ class Release:
             return None
         device = grad.device
         if device not in self._flags:
-            self._flags[device] = torch.zeros(len(self._places), device=device)
+            self._flags[device] = torch.zeros(len(self._record.columns.params), device=device)
             self._numbers[device] = torch.ones((), device=device), torch.zeros((), device=device)
         flag = self._flags[device][row]
         scale, norm = self._numbers[device]
@@ -131,13 +161,19 @@ class Release:
         """
         record = self._record
         self._follow_groups()
-        for row, param in enumerate(record.columns.params):
-            if param.grad is not None:
-                self._step(row)
+        left = [row for row, param in enumerate(record.columns.params) if param.grad is not None]
+        for row in left:
+            self._fused.check_apart(record.columns.params[row].grad)  # type: ignore[arg-type]
+        for row in left:
+            self._step(row)
+        if left:
+            self._columns = None  # one may be trained only now, and get a hook
+        record.written_parameters.warn(record.optimizer, record.rows)
         for flags in self._flags.values():
             self._sent.append((list(record.columns.params), HostNumbers(flags)))
         self._flags.clear()
         self._stepped.clear()
+        record.is_stepped_ahead = False
         record.pending.taken_unseen()
         record.stepped(may_be_left=False)
         self.hear()
@@ -149,3 +185,8 @@ class Release:
             bad = [p for row, p in enumerate(params) if numbers.read(row) != 0]
             if bad:
                 self._tell(len(bad), bad[0])
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -323,6 +323,11 @@ class Rows:
 
     # Masters in the place of parameters.
 
+    def shown_weights(self) -> Sequence[nn.Parameter]:
+        """The masters that code of the device can clip and write, else the parameters: n."""
+        pairs = zip(self.columns.params, self.columns.beside, strict=True)
+        return [one.stepped if isinstance(one, Master) else param for param, one in pairs]
+
     def settle(self) -> None:
         """Put back what a step of the class's own has left that raised."""
         if self.end_own_step is not None:

@@ -398,11 +398,11 @@ class StepHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Skip the step, or have the CPU take it. Waits for the device, whose flags decide before anything is written.
 
-        Raises AmpStateError for a step with arguments, and in the capture of a CUDA graph.
+        Raises AmpStateError for a step with arguments, and what HostStep.check raises.
         """
         record = self._record
         record.written_parameters.warn(optimizer, record.rows)
-        host.refuse_capture()
+        host.check()
         if not (has_closure or _says_nothing(optimizer, args, kwargs)) or hasattr(optimizer, "found_inf"):
             refuse_own_step(optimizer, None, None)
         is_skipped = isinstance(record.pending.decide(on_device=False), Skip)

@@ -385,3 +385,17 @@ def test_gradients_that_were_repaired_after_an_overflow_are_stepped_without_a_me
     optimizer.step()
     assert "Skipping" not in capsys.readouterr().out
     assert (amp.last_step(optimizer).skipped, amp.last_step(optimizer).loss_scale) == (False, 65536.0)
+
+
+def test_each_backward_without_scale_loss_that_is_clipped_is_a_loss_of_its_own() -> None:
+    amp.replace_engine(Engine())
+    model, optimizer = started("O5", OPTIMIZERS["AdamW"], MLP)
+    losses = []
+    for index in range(2):
+        loss = MLP.loss(model, MLP.batch(index))
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        amp.clip_grad_norm_(optimizer, 1.0)
+        losses.append(loss.item())
+    optimizer.step()
+    assert amp.last_step(optimizer).loss == losses[-1] != losses[0]

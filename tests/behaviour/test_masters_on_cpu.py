@@ -92,6 +92,20 @@ def with_a_skip(model: nn.Module, optimizer: Optimizer) -> None:
     train(MLP, model, optimizer, "coc")
 
 
+def by_torch_on_masters(model: nn.Module, optimizer: Optimizer) -> None:
+    for index in range(4):
+        MLP.loss(model, MLP.batch(index)).backward()
+        assert nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1) > 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_master_params_are_parameters_which_torch_clips() -> None:
+    model, optimizer = started()
+    assert {id(p) for p in amp.master_params(optimizer)} == set(map(id, model.parameters()))
+    by_torch_on_masters(model, optimizer)
+
+
 def with_writes(model: nn.Module, optimizer: Optimizer) -> None:
     for index in range(3):
         iterate(MLP, model, optimizer, 1, first=index)
@@ -281,6 +295,23 @@ def test_a_gpu_is_waited_for_only_by_events_and_has_no_master() -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         assert not any(gpu.has(value) for one in optimizer.state.values() for value in one.values())
         assert_bitwise(ended(model, optimizer), expected)
+        trained(model, optimizer, inputs)
+
+
+def test_an_fp32_parameter_needs_kernels_of_its_own_device() -> None:
+    with pretended_gpu(has_host_kernels=True) as gpu:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        inputs = torch.randn(4, 8)
+        for tensor in (inputs, *model.parameters(), *model.buffers()):
+            gpu.put(tensor)
+        gpu.is_trapped = False
+        optimizer = adamw(model.parameters())
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0, masters_on="cpu")
+        model(inputs).float().square().mean().backward()
+        before = ended(model, optimizer)
+        with pytest.raises(AmpStateError, match=r"one of shape \(8,\) stays FP32 on cuda:0"):
+            optimizer.step()
+        assert_bitwise(ended(model, optimizer), before)
 
 
 def _on_a_rank(rank: int) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from amp_engine import AmpStateError, AmpTypeError, AmpValueError, Engine, amp, kernels
+from amp_engine import AmpRuntimeWarning, AmpStateError, AmpTypeError, AmpValueError, Engine, amp, kernels
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad
+from amp_engine.stepping.exact import exact_of
 from tests import support
 from tests.behaviour.test_resume import checkpoint as saved_run
 from tests.behaviour.test_resume import resumed
@@ -340,3 +341,102 @@ def test_the_banner_says_it_and_an_audit_says_why_it_audits_nothing(capsys: pyte
     with amp.audit_updates(optimizer) as audit:
         iterate(MLP, model, optimizer, 2)
     assert "Not audited: release_gradients=True steps each parameter" in str(audit)
+
+
+def test_a_loaded_state_with_another_rate_is_heeded() -> None:
+    model, optimizer = started()
+    iterate(MLP, model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["weight_decay"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    iterate(MLP, model, optimizer, 1)
+    assert_bitwise([p.detach() for p in model.parameters()], before)
+
+
+def test_a_split_weight_that_is_written_in_place_drops_its_remainder_as_without_release() -> None:
+    ends = []
+    for releases in (True, False):
+        model, optimizer = started(release_gradients=releases, master_weights="split")
+        for index in range(3):
+            iterate(MLP, model, optimizer, 1, first=index)
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+        ends.append(ended(model, optimizer))
+        amp.close()
+    assert_bitwise(*ends)
+
+
+def test_a_gradient_that_is_not_dense_is_refused_before_anything_is_stepped() -> None:
+    model, optimizer = started()
+    before = ended(model, optimizer)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    p.grad = p.grad.to_sparse()
+    with pytest.raises(AmpStateError, match=r"of layout torch\.sparse_coo for a gradient"):
+        optimizer.step()
+    assert_bitwise(ended(model, optimizer), before)
+
+
+def test_a_scaled_loss_is_refused() -> None:
+    model, optimizer = started()
+    other = MLP.model()
+    amp.initialize(other, adamw(other.parameters()), opt_level="O2", verbosity=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    with (
+        pytest.raises(AmpStateError, match="but the loss is scaled"),
+        amp.scale_loss(MLP.loss(model, MLP.batch(0)), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert_bitwise([p.detach() for p in model.parameters()], before)
+
+
+def test_optimizers_of_a_common_parameter_are_refused() -> None:
+    model = MLP.model()
+    optimizers = [adamw(model.parameters()), momentum_sgd([next(model.parameters())])]
+    with support.left_alone(model, *optimizers), pytest.raises(AmpStateError, match="step a common parameter"):
+        amp.initialize(model, optimizers, opt_level="O4", verbosity=0, release_gradients=True)
+
+
+def test_a_replaced_optimizer_that_has_stepped_is_told() -> None:
+    model = MLP.model().to(torch.bfloat16)
+    amp.initialize(model, opt_level="O5", verbosity=0, release_gradients=True)
+    first = adamw(model.parameters())
+    iterate(MLP, model, first, 2)
+    second = adamw(model.parameters())
+    MLP.loss(model, MLP.batch(2)).backward()
+    with pytest.warns(AmpRuntimeWarning, match="was stepped by the AdamW that this AdamW replaces"):
+        second.step()
+    iterate(MLP, model, second, 1)
+
+
+@pytest.mark.parametrize("keywords", [{"release_gradients": True}, {"release_gradients": False, "masters_on": "cpu"}])
+def test_close_lets_go_of_masters(keywords: dict[str, Any]) -> None:
+    model, optimizer = started(OPTIMIZERS["FusedAdam"], **keywords)
+    iterate(MLP, model, optimizer, 1)
+    masters = [weakref.ref(one.stepped) for p in model.parameters() for one in exact_of(p)]
+    assert len(masters) == 4
+    amp.close()
+    gc.collect()
+    assert [ref() for ref in masters] == [None] * 4
+
+
+def test_hooks_go_with_their_optimizer() -> None:
+    model, optimizer = started()
+    iterate(MLP, model, optimizer, 1)
+    assert all(p._post_accumulate_grad_hooks for p in model.parameters())
+    del optimizer
+    gc.collect()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def _wrapped(rank: int) -> None:
+    model = MLP.model()
+    optimizer = adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0, release_gradients=True)
+    replica = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(AmpStateError, match="but a DistributedDataParallel reduces"):
+        MLP.criterion(replica(MLP.batch(0)[0]), MLP.batch(0)[1]).backward()
+
+
+def test_a_wrapper_of_one_rank_is_refused() -> None:
+    on_ranks(_wrapped, 1)

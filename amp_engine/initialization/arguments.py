@@ -373,6 +373,14 @@ def check_release(releases: Any, optimizers: Sequence[Optimizer], policy: Policy
             "release_gradients=True was given with several ranks, whose gradients are complete only after the "
             "backward.  Leave it out."
         )
+    for optimizer in optimizers:
+        is_half = policy.cast_model_type in LOW_PRECISION and not policy.master_weights
+        if is_half and not isinstance(optimizer, FusedOptimizer):
+            name = type(optimizer).__name__
+            raise AmpStateError(
+                f"release_gradients=True was given with {name} at {policy.opt_level}, which has half weights without "
+                "masters.  Use amp_engine.optimizers.FusedAdam, or masters at opt_level='O5'."
+            )
     devices = (p.device for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     _check_stepped_apart("release_gradients=True", optimizers, devices)
 
@@ -382,14 +390,14 @@ def check_on_host(masters_on: Any, releases: bool, optimizers: Sequence[Optimize
     if masters_on is None:
         return
     asked = f"masters_on={masters_on!r}"
-    if not isinstance(masters_on, str):
+    if not isinstance(masters_on, (str, torch.device)):
         raise AmpTypeError(f'{asked}, but it is "cpu" or None (the default: the device of the model).')
-    if masters_on != "cpu":
+    if str(masters_on) != "cpu":
         raise AmpValueError(f'{asked}, but it is "cpu" or None (the default: the device of the model).')
     if policy.master_weights is not True:
         raise AmpValueError(
-            f"{asked} was given with master_weights={policy.master_weights!r}, but moves FP32 masters.  Choose "
-            "opt_level='O5' without master_weights; moment_dtype makes moments smaller."
+            f"{asked} was given at {policy.opt_level} with master_weights={policy.master_weights!r}, but moves FP32 "
+            "masters.  Choose opt_level='O5' and master_weights=True; moment_dtype makes moments smaller."
         )
     if policy.loss_scale != 1.0:
         raise AmpValueError(
@@ -413,7 +421,7 @@ def _check_stepped_apart(asked: str, optimizers: Sequence[Optimizer], devices: I
         name, rule = type(optimizer).__name__, rule_of(optimizer)
         if rule is None or rule.formula == "lamb" or not all(map(rule.supports, optimizer.param_groups)):
             raise AmpStateError(
-                f"{asked} was given with a {name}, which cannot step parameters one by one as it is set.  Use "
+                f"{asked} was given with {name}, which cannot step parameters one by one as it is set.  Use "
                 "torch.optim's AdamW, Adam (without amsgrad) or SGD, or a fused optimizer other than LAMB."
             )
     for device in dict.fromkeys(devices) if optimizers else ():

@@ -264,7 +264,7 @@ class Initialized:
         """A context in which groups and state of an optimizer have its masters, which show unscaled gradients."""
         self.records.close_into(record)
         record.follow_writes()
-        if record.rows.is_shown or not record.rows.makes_masters:
+        if record.rows.is_shown or not record.rows.can_show:
             yield
             return
         record.hand_out()

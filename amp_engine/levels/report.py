@@ -219,14 +219,12 @@ def flushed_message(loss_id: int, used: float, raised: float) -> str:
     )
 
 
-def released_message(name: str, count: int, steps: int) -> str:
-    """Message: released gradients were not finite, in `count` parameters of the last of `steps` such steps."""
+def released_message(name: str, count: int, steps: int, is_all: bool) -> str:
+    """Message: released gradients were not finite, of `count` parameters, or of all, in the last of `steps` steps."""
     more = f" and of {count - 1} more" if count > 1 else ""
+    others = "nothing was stepped" if is_all else "these parameters were not stepped, the others were"
     earlier = f"  So it was in {steps} steps." if steps > 1 else ""
-    return (
-        f"Warning:  the gradient of {name}{more} was not finite: these parameters were not stepped, the others were."
-        f"{earlier}"
-    )
+    return f"Warning:  the gradient of {name}{more} was not finite: {others}.{earlier}"
 
 
 def overflow_message(loss_id: int, loss_scale: float, dynamic: bool, is_lowered: bool) -> str:

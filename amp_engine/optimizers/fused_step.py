@@ -246,8 +246,8 @@ class FusedStep:
             layout = "" if grad.layout is torch.strided else f" of layout {grad.layout}"
             raise AmpStateError(
                 f"A parameter of shape {tuple(grad.shape)} has a {type(grad).__name__} of {grad.dtype}{layout} for a "
-                "gradient, but parameters that are stepped one by one take dense ones only.  Leave out "
-                "release_gradients or masters_on."
+                "gradient, but release_gradients and masters_on take dense ones of float32, float16 and bfloat16 only. "
+                " Leave them out."
             )
 
     def keep_apart(self, params: Iterable[Tensor]) -> None:

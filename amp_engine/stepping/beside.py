@@ -352,6 +352,12 @@ class HostMaster(Beside):
         self.weight.copy_(value)
         self._copy.copy_(self.weight)
 
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the master into the parameter. Moves its version."""
+        self._copy.copy_(self.weight)
+        self.param.copy_(self._copy, non_blocking=True)
+
     def gradient_of(self, dtype: torch.dtype) -> Tensor:
         """Memory of the host for a gradient, the same at each step."""
         if dtype not in self._gradients:

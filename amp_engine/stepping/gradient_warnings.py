@@ -103,7 +103,7 @@ class WrittenParameters:
         name = type(optimizer).__name__
         write = (
             "Where that has to be, choose master_weights=True or opt_level='O4'"
-            if rows.splits
+            if not rows.can_show
             else "Write the FP32 masters instead, inside of `with amp.on_masters(optimizer):`, where the optimizer's "
             "groups show them"
         )

@@ -94,17 +94,18 @@ class OverflowMessages:
             self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
             self._explains().taken(backward, True, in_a_row)
 
-    def left_out(self, names: Callable[[], Mapping[int, str]], count: int, param: nn.Parameter) -> None:
+    def left_out(self, names: Callable[[], Mapping[int, str]], count: int, param: nn.Parameter, is_all: bool) -> None:
         """Say that released gradients were not finite: at the 1st, 10th, 100th step with such.
 
         Args:
             names: of parameters, by id.
             count: of such gradients since the step before; `param` had one of them.
+            is_all: True if there was no other gradient.
         """
         self._left_out += 1
         if self._left_out == 10 ** (len(str(self._left_out)) - 1):
             name = names().get(id(param), f"a parameter of shape {tuple(param.shape)}")
-            self._reporter.say(released_message(name, count, self._left_out), rank0=True, level=logging.WARNING)
+            self._reporter.say(released_message(name, count, self._left_out, is_all), rank0=True, level=logging.WARNING)
 
     def unchecked(self, backward: Backward, value: float, in_a_row: int, loss: Tensor | None) -> None:
         """Hand on a loss that is not finite if gradients are not checked."""

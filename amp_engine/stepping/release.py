@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.ground.devices import HostNumbers
+from amp_engine.ground.distributed import has_other_ranks
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import ListCheck
 from amp_engine.optimizers.fused_step import FusedStep, fused_step_of
@@ -28,10 +29,11 @@ class Release:
     Args:
         record: of the optimizer, whose class the kernels step.
         owner: of the record.
-        tell: called at a step with how many gradients since the last one were not finite, and one of their parameters.
+        tell: called at a step with how many gradients since the last one were not finite, one of their parameters, and
+            True if none was finite.
     """
 
-    def __init__(self, record: Record, owner: Records, tell: Callable[[int, nn.Parameter], None]) -> None:
+    def __init__(self, record: Record, owner: Records, tell: Callable[[int, nn.Parameter, bool], None]) -> None:
         fused = fused_step_of(record.optimizer)
         assert fused is not None, "checked with the request"
         self._fused: FusedStep = fused
@@ -47,7 +49,7 @@ class Release:
         self._stepped: set[int] = set()  # rows that were stepped since the last `end_step`
         self._flags: dict[torch.device, Tensor] = {}  # 1 for each row whose gradient was not finite
         self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}  # a scale of 1; a norm that nothing reads
-        self._sent: list[tuple[list[nn.Parameter], HostNumbers]] = []
+        self._sent: list[tuple[list[nn.Parameter], HostNumbers, int]] = []  # the last: how many were looked at
         self._follow_groups()
 
     def remove(self) -> None:
@@ -107,8 +109,8 @@ class Release:
             why = "the loss is scaled, by another amp.initialize with a loss scale"
         elif devices.is_capturing(param.device):
             why = "a CUDA graph captures the backward"
-        elif record.ranks.has_wrappers():
-            why = "a DistributedDataParallel reduces the gradients after the backward"
+        elif record.ranks.has_wrappers() or has_other_ranks():
+            why = "ranks reduce gradients after the backward"
         if why:
             raise AmpStateError(
                 f"release_gradients=True has the backward step the parameters of {name}, but {why}.  Nothing was "
@@ -121,7 +123,8 @@ class Release:
         raise AmpStateError(
             f"A parameter of shape {tuple(param.shape)} got a second gradient before {name}.step().  With "
             "release_gradients=True each backward steps its parameters, so that gradients of several backwards do not "
-            f"add up.  Call {name}.step() after each backward, or leave out release_gradients to accumulate."
+            f"add up.  Call {name}.step() after each backward, also after one that raised (zero_grad() does not end "
+            "it), or leave out release_gradients to accumulate."
         )
 
     @torch.no_grad()
@@ -163,6 +166,8 @@ class Release:
         self._follow_groups()
         left = [row for row, param in enumerate(record.columns.params) if param.grad is not None]
         for row in left:
+            if row in self._stepped:
+                self._refuse_second(record.columns.params[row])
             self._fused.check_apart(record.columns.params[row].grad)  # type: ignore[arg-type]
         for row in left:
             self._step(row)
@@ -170,7 +175,8 @@ class Release:
             self._columns = None  # one may be trained only now, and get a hook
         record.written_parameters.warn(record.optimizer, record.rows)
         for flags in self._flags.values():
-            self._sent.append((list(record.columns.params), HostNumbers(flags)))
+            stepped = [row for row in self._stepped if record.columns.params[row].device == flags.device]
+            self._sent.append((list(record.columns.params), HostNumbers(flags), len(stepped)))
         self._flags.clear()
         self._stepped.clear()
         record.is_stepped_ahead = False
@@ -181,10 +187,10 @@ class Release:
     def hear(self) -> None:
         """Tell of gradients that were not finite, as far as the host knows."""
         while self._sent and self._sent[0][1].is_known():
-            params, numbers = self._sent.pop(0)
+            params, numbers, count = self._sent.pop(0)
             bad = [p for row, p in enumerate(params) if numbers.read(row) != 0]
             if bad:
-                self._tell(len(bad), bad[0])
+                self._tell(len(bad), bad[0], len(bad) == count)
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

@@ -136,6 +136,11 @@ class Rows:
         return self.kind is Master
 
     @property
+    def can_show(self) -> bool:
+        """True if low-precision parameters have masters, wherever they are."""
+        return self.makes_masters or self.kind is HostMaster
+
+    @property
     def splits(self) -> bool:
         """True if low-precision parameters have remainders."""
         return self.kind is not None and issubclass(self.kind, Remainder)
@@ -317,9 +322,12 @@ class Rows:
 
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the versions of the parameters, like any optimizer."""
+        for one in self._known.values():
+            if isinstance(one, HostMaster):
+                one.write_back()
         if masters := self.masters:
             round_all(masters)
-            self.pairs.mark()
+        self.pairs.mark()
 
     # Masters in the place of parameters.
 
@@ -336,10 +344,10 @@ class Rows:
     def show(self) -> None:
         """Put masters into the groups and the state, in the place of their parameters. Call after a scan."""
         optimizer = self._optimizer()
-        if self.is_shown or optimizer is None or not self.masters:
+        weights = {id(one.param): one.stepped for one in self._known.values() if one.stepped is not one.param}
+        if self.is_shown or optimizer is None or not weights:
             return
         self.is_shown = True
-        weights = {id(one.param): one.weight for one in self.masters}
         _rename(optimizer, weights)
 
     def hide(self) -> None:
@@ -347,7 +355,7 @@ class Rows:
         optimizer = self._optimizer()
         if not self.is_shown or optimizer is None:
             return
-        params = {id(one.weight): one.param for one in self.masters}
+        params = {id(one.stepped): one.param for one in self._known.values()}
         _rename(optimizer, params)
         self.is_shown = False
         self.write_back()

@@ -233,7 +233,7 @@ class StepHook:
         if self._release is not None:
             self._release.remove()
 
-    def release_gradients(self, tell: Callable[[int, nn.Parameter], None]) -> None:
+    def release_gradients(self, tell: Callable[[int, nn.Parameter, bool], None]) -> None:
         """Step parameters in the backward from now on; `tell` as in Release."""
         self._release = Release(self._record, self._owner, tell)
         self._record.releases = True

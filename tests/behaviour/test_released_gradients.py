@@ -312,9 +312,9 @@ def test_clipping_is_refused(call: str) -> None:
         (AmpTypeError, r"release_gradients='yes', but it is True or False", "O5", adamw, {"release_gradients": "yes"}),
         (AmpValueError, r"loss_scale='dynamic'.*Choose opt_level='O5'", "O2", adamw, {}),
         (AmpValueError, r"loss_scale=128\.0", "O5", adamw, {"loss_scale": 128.0}),
-        (AmpStateError, r"with a RMSprop", "O5", torch.optim.RMSprop, {}),
-        (AmpStateError, r"with a FusedLAMB", "O5", FusedLAMB, {}),
-        (AmpStateError, r"with a Adam, ", "O5", lambda params: torch.optim.Adam(params, amsgrad=True), {}),
+        (AmpStateError, r"with RMSprop", "O5", torch.optim.RMSprop, {}),
+        (AmpStateError, r"with FusedLAMB", "O5", FusedLAMB, {}),
+        (AmpStateError, r"with Adam, ", "O5", lambda params: torch.optim.Adam(params, amsgrad=True), {}),
     ],
 )
 def test_refusals(error: type[Exception], words: str, level: str, make: Any, keywords: dict[str, Any]) -> None:
@@ -434,9 +434,36 @@ def _wrapped(rank: int) -> None:
     optimizer = adamw(model.parameters())
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0, release_gradients=True)
     replica = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(AmpStateError, match="but a DistributedDataParallel reduces"):
+    with pytest.raises(AmpStateError, match="but ranks reduce gradients"):
         MLP.criterion(replica(MLP.batch(0)[0]), MLP.batch(0)[1]).backward()
 
 
 def test_a_wrapper_of_one_rank_is_refused() -> None:
     on_ranks(_wrapped, 1)
+
+
+def test_a_gradient_that_is_set_after_the_backward_is_a_second_one() -> None:
+    model, optimizer = started()
+    MLP.loss(model, MLP.batch(0)).backward()
+    first = next(model.parameters())
+    before = ended(model, optimizer)
+    first.grad = torch.ones_like(first)
+    with pytest.raises(AmpStateError, match="second gradient"):
+        optimizer.step()
+    assert_bitwise(ended(model, optimizer), before)
+
+
+def test_a_loss_that_is_not_finite_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    amp.replace_engine(Engine())
+    model, optimizer = started(verbosity=1)
+    (MLP.loss(model, MLP.batch(0)) * float("nan")).backward()
+    optimizer.step()
+    assert "and of 3 more was not finite: nothing was stepped." in capsys.readouterr().out
+
+
+def test_half_weights_without_masters_need_a_fused_optimizer() -> None:
+    model = MLP.model()
+    with pytest.raises(AmpStateError, match="which has half weights without masters"):
+        amp.initialize(
+            model, adamw(model.parameters()), opt_level="O5", master_weights=False, release_gradients=True, verbosity=0
+        )

@@ -171,8 +171,6 @@ class Release:
             self._fused.check_apart(record.columns.params[row].grad)  # type: ignore[arg-type]
         for row in left:
             self._step(row)
-        if left:
-            self._columns = None  # one may be trained only now, and get a hook
         record.written_parameters.warn(record.optimizer, record.rows)
         for flags in self._flags.values():
             stepped = [row for row in self._stepped if record.columns.params[row].device == flags.device]
@@ -183,6 +181,9 @@ class Release:
         record.pending.taken_unseen()
         record.stepped(may_be_left=False)
         self.hear()
+        if left:
+            self._columns = None  # one may be trained only now, and gets a hook
+            self._follow_groups()
 
     def hear(self) -> None:
         """Tell of gradients that were not finite, as far as the host knows."""

@@ -467,3 +467,22 @@ def test_half_weights_without_masters_need_a_fused_optimizer() -> None:
         amp.initialize(
             model, adamw(model.parameters()), opt_level="O5", master_weights=False, release_gradients=True, verbosity=0
         )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_parameter_that_is_unfrozen_is_released_from_its_second_step_on(form: str) -> None:
+    ends = []
+    for releases in (True, False):
+        model = MLP.model()
+        first = next(model.parameters()).requires_grad_(False)
+        optimizer = adamw(model.parameters())
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0, release_gradients=releases, **FORMS[form])
+        iterate(MLP, model, optimizer, 2)
+        first.requires_grad_(True)
+        iterate(MLP, model, optimizer, 1, first=2)
+        MLP.loss(model, MLP.batch(3)).backward()
+        assert not releases or first.grad is None
+        optimizer.step()
+        ends.append(dict(model.state_dict()))
+        amp.close()
+    torch.testing.assert_close(*ends)  # with a frozen one torch's own step is taken without release

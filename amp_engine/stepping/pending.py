@@ -129,7 +129,8 @@ class Pending:
     def _settle(self) -> None:
         """Get the findings of other ranks for all kept backwards."""
         for backward in self.backwards:
-            backward.scaler.settle()
+            for one in (*backward.of_written, backward):
+                one.scaler.settle()
 
     def forget_backwards(self) -> None:
         """Discard what is known of gradients that are gone, or that are checked anew."""

@@ -65,6 +65,8 @@ def trained(rank: int, ranks: int, level: str, make: Any, steps: int, how: str) 
         expected += is_bad
         if index % 3 == 0:
             amp.clip_grad_norm_(optimizer, 0.5)
+        elif index % 3 == 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         skips += amp.current_engine().step_was_skipped(optimizer)
         optimizer.zero_grad()

@@ -32,39 +32,27 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-class Arrival:
-    """A copy on its way to the host, from a stream; None: it is there."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._event = None if stream is None else torch.cuda.Event()
-        if self._event is not None:
-            self._event.record(stream)
-
-    def wait(self) -> None:
-        """Wait until the copy is there."""
-        if self._event is not None:
-            self._event.synchronize()
-
-
 class Downloads:
     """Copies from one device to the host, beside the work of the device. A GPU has a stream for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, memory: Tensor, values: Tensor) -> Arrival:
+    def start(self, memory: Tensor, values: Tensor) -> torch.cuda.Event | None:
         """Begin to copy `values`, as the work that is queued now leaves them, into pinned memory of the host.
 
-        Neither may be written, or freed, before the copy has arrived.
+        Neither may be written, or freed, before the copy has arrived. Returns the event of that; None: it has.
         """
         stream = self._stream
         if stream is None:
             memory.copy_(values)
-            return Arrival(None)
+            return None
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             memory.copy_(values, non_blocking=True)
-        return Arrival(stream)
+        arrival = torch.cuda.Event()
+        arrival.record(stream)
+        return arrival
 
 
 class HostNumbers:

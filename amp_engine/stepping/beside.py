@@ -304,7 +304,7 @@ class HostMaster(Beside):
                 "has gaps in memory.  Make it contiguous, or leave out masters_on."
             )
         super().__init__(param)
-        self.weight = nn.Parameter(host_like(param, torch.float32).copy_(param.detach()))
+        self.weight = nn.Parameter(host_like(param, torch.float32))
         self._copy = host_like(param, param.dtype)
         self._gradients: dict[torch.dtype, Tensor] = {}
         vars(self.weight).update(vars(param))
@@ -342,7 +342,8 @@ class HostMaster(Beside):
         is_same = self.weight.shape == self.param.shape and kernels.same_layout(self._copy, self.param)
         value = self.value() if is_same and not is_whole else self.param.detach()
         if not is_same:
-            self.weight.data, self._copy.data = host_like(self.param, torch.float32), host_like(self.param, value.dtype)
+            self.weight.data = host_like(self.param, torch.float32)
+            self._copy.data = host_like(self.param, self.param.dtype)
             self._gradients.clear()
         self._set(value)
         self.mark()
@@ -356,7 +357,7 @@ class HostMaster(Beside):
     def write_back(self) -> None:
         """Round the master into the parameter. Moves its version."""
         self._copy.copy_(self.weight)
-        self.param.copy_(self._copy, non_blocking=True)
+        self.param.copy_(self._copy)
 
     def gradient_of(self, dtype: torch.dtype) -> Tensor:
         """Memory of the host for a gradient, the same at each step."""

@@ -74,7 +74,7 @@ class HostStep:
         with nullcontext() if casts_off is None else casts_off:
             for row, (grad, arrival) in zip(rows, sent, strict=True):
                 if arrival is not None:
-                    arrival.wait()
+                    arrival.synchronize()
                 param, one = columns.params[row], columns.beside[row]
                 copy = None if one is None else one.copy
                 self._fused.step_apart(param, columns.weights[row], grad, copy, groups[row], None)
@@ -82,8 +82,8 @@ class HostStep:
                     param.copy_(one.copy, non_blocking=True)
                     one.mark()
 
-    def _sent(self, row: int) -> tuple[Tensor, devices.Arrival | None]:
-        """Return a gradient where it is stepped, and when it is there; None: now."""
+    def _sent(self, row: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Return a gradient where it is stepped, and the event of its arrival there; None: it is there."""
         param, one = self._record.columns.params[row], self._record.columns.beside[row]
         grad = param.grad
         assert grad is not None, "the caller saw it"

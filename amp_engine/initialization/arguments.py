@@ -319,26 +319,32 @@ def as_moment_dtype(given: torch.dtype | str | None) -> torch.dtype:
 
 
 def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch.dtype) -> None:
-    """Raise AmpStateError or AmpValueError if the kernels cannot step with split masters or narrow moments."""
+    """Raise AmpStateError or AmpValueError for split masters of shards, or moments that the kernels cannot keep."""
     if moments not in (torch.float32, torch.bfloat16, CODES):
         raise AmpValueError(
             f'moment_dtype={moments}, but moments are kept in torch.float32, torch.bfloat16 or "8bit"; float16 holds '
             "no second moments below 6e-8.  Use one of the three."
         )
     is_split, is_narrow = policy.master_weights in SPLIT, moments is not torch.float32
-    in_words = '"8bit"' if moments is CODES else moments
-    asked = f'master_weights="{policy.master_weights}"' if is_split else f"moment_dtype={in_words}"
-    for optimizer in optimizers if is_split or is_narrow else ():
+    asked = f'moment_dtype={"8bit" if moments is CODES else moments}'
+    for optimizer in optimizers:
         name, rule = type(optimizer).__name__, rule_of(optimizer)
-        if rule is None or not all(rule.supports(group) for group in optimizer.param_groups):
+        if (is_split or is_narrow) and steps_shards(optimizer):
+            given = asked if is_narrow else f'master_weights="{policy.master_weights}"'
             raise AmpStateError(
-                f"{asked} was given with a {name}, which the kernels cannot step as it is set.  Use torch.optim's "
-                "AdamW, Adam (without amsgrad) or SGD, or a fused optimizer of this package."
+                f"{given} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
+                "fully_shard divides masters and moments among ranks."
             )
-        if is_narrow and rule.formula not in ("adam", "sgd"):
-            raise AmpStateError(f"{asked} was given with a {name}, but only Adam, AdamW and SGD keep narrow moments.")
+        if not is_narrow:
+            continue
+        if rule is None or rule.formula not in ("adam", "sgd") or not all(map(rule.supports, optimizer.param_groups)):
+            raise AmpStateError(
+                f"{asked} was given with a {name}, but narrow moments are those of torch.optim's AdamW, Adam (without "
+                "amsgrad) and SGD, and of FusedAdam and FusedSGD.  Use one of these, or leave it out: "
+                'master_weights="split" and "24bit" take every optimizer.'
+            )
         is_half = policy.cast_model_type in LOW_PRECISION and not policy.master_weights
-        if is_narrow and is_half and not isinstance(optimizer, FusedOptimizer):
+        if is_half and not isinstance(optimizer, FusedOptimizer):
             raise AmpStateError(
                 f"{asked} was given with a {name} at {policy.opt_level}, which has half weights without masters.  Use "
                 "amp_engine.optimizers.FusedAdam, or opt_level='O2' or 'O5'."
@@ -346,11 +352,6 @@ def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch
         for device in dict.fromkeys(p.device for group in optimizer.param_groups for p in group["params"]):
             if (reason := missing(device)) is not None:
                 raise AmpStateError(f"{asked} needs compiled kernels, which alone step it: {reason}.  Or leave it out.")
-        if steps_shards(optimizer):
-            raise AmpStateError(
-                f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
-                "fully_shard divides masters and moments among ranks."
-            )
 
 
 def check_release(releases: Any, optimizers: Sequence[Optimizer], policy: Policy) -> None:

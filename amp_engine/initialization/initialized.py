@@ -264,7 +264,7 @@ class Initialized:
         """A context in which groups and state of an optimizer have its masters, which show unscaled gradients."""
         self.records.close_into(record)
         record.follow_writes()
-        if record.rows.is_shown or not record.rows.can_show:
+        if record.rows.is_shown or record.rows.kind is None:
             yield
             return
         record.hand_out()
@@ -482,8 +482,10 @@ class Initialized:
             self.records.add(record)
             hook = StepHook(record, self.records)
             stash.put_on(optimizer, record, self.records, hook)
-            if split is not None or request.moment_dtype is not torch.float32 or request.releases or request.on_host:
-                record.require_kernels(request.moment_dtype)
+            is_narrow = request.moment_dtype is not torch.float32
+            if is_narrow or split is not None:
+                record.keep_moments_in(request.moment_dtype)
+            record.needs_kernels = is_narrow or request.releases or request.on_host
             if request.on_host:
                 hook.step_on_host()
             if request.releases:

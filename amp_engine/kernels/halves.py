@@ -6,7 +6,7 @@ bfloat16 is first moved up by one unit in the last place of float32. This change
 all others stay exact.
 
 A master of 24 bits is the bfloat16 that it rounds to and the upper 8 bits of the remainder. A step rounds to 24 bits by
-chance, `remainder24` to the nearest.
+chance, as `split24` does, `remainder24` to the nearest.
 """
 
 from __future__ import annotations
@@ -44,6 +44,23 @@ def remainder24(value_f32: Tensor, rounded: Tensor) -> Tensor:
     return torch.where(value_f32.isnan(), 0, units.clamp(min=-0x7F).minimum(most) & 0xFF).to(REMAINDER24)
 
 
+def split24(value_f32: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Return (bfloat16, 8 bits) of a dense float32 tensor, rounded by chance as the kernels do at step `step`, from 1.
+
+    In the order in memory of `value_f32`. NaNs lose payloads. No host sync.
+    """
+    given = value_f32.detach()
+    of_step = int(_mixed(torch.tensor(step, dtype=torch.int32)))
+    places = torch.arange(given.numel(), device=given.device).int().as_strided(given.shape, given.stride())
+    noise = _mixed(places + of_step) >> 24 & 0xFF
+    bits = given.view(torch.int32) + noise
+    bits += ((bits & 0x1FF00) == 0x18000).int() * ((noise & 1) * 0x200 - 0x100)
+    low = bits >> 8 & 0xFF
+    high = (bits >> 16) + (low > 0x80).int()
+    nan = given.isnan()
+    return _short(torch.where(nan, _NAN, high)).view(torch.bfloat16), torch.where(nan, 0, low).to(REMAINDER24)
+
+
 def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
     """Return the float32 tensor of a bfloat16 and a remainder of either type. No host sync.
 
@@ -55,6 +72,15 @@ def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
     is_lost = was_rounded_up & ((high & 0x7FFF) == 0)  # `split` rounds nothing up to 0
     low = torch.where(is_lost, 0, low)
     return (((high - (was_rounded_up & ~is_lost).int()) << 16) | low).view(torch.float32)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Hash int32 bits, as `mixed` in csrc/math/halves.h does."""
+    x = x ^ (x >> 16 & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15 & 0x1FFFF)
+    x = x * (0x846CA68B - 2**32)
+    return x ^ (x >> 16 & 0xFFFF)
 
 
 def _short(bits: Tensor) -> Tensor:

@@ -207,15 +207,20 @@ class Remainder(Beside):
         value_f32: float32, rounds to `param`; None if the parameter is the master.
 
     Raises AmpStateError for a parameter that cannot have one.
+
+    Attributes:
+        weight: the master and its gradient in float32, while it is widened for a step of the class's own. Before and
+            after that without memory; None before the first.
     """
 
-    __slots__ = ("bits",)
+    __slots__ = ("bits", "weight")
     dtype = halves.REMAINDER
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor | None) -> None:
         _check_can_split(param)
         super().__init__(param)
         self.bits = torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
+        self.weight: nn.Parameter | None = None
         self._pairs, self._place = Pairs([param], []), 0
         if value_f32 is not None:
             self._split(value_f32)
@@ -257,6 +262,40 @@ class Remainder(Beside):
     def _remainder(self, value_f32: Tensor) -> Tensor:
         return halves.split(value_f32)[1]
 
+    def _rounded(self, value_f32: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        return halves.split(value_f32)
+
+    @torch.no_grad()
+    def widen(self) -> nn.Parameter:
+        """Return `weight`, with the value and the gradient: the same object each time. Other memory than before."""
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.empty(0))
+        vars(self.weight).update(vars(self.param))
+        self.weight.data = laid_out_as(self.param, self.value())
+        self.weight.grad = None if self.param.grad is None else self.param.grad.float()
+        return self.weight
+
+    @torch.no_grad()
+    def narrow(self, step: int) -> None:
+        """Round `weight` and its gradient into what they were widened from, and free them.
+
+        Args:
+            step: the number of this rounding, from 1.
+        """
+        weight = self.weight
+        assert weight is not None, "it was widened"
+        self._renew()
+        rounded, bits = self._rounded(laid_out_as(self.param, weight.detach()), step)
+        self.param.copy_(rounded)
+        self.bits.copy_(bits)
+        self.mark()
+        own, wide = self.param.grad, weight.grad
+        if own is None or wide is None:
+            self.param.grad = None if wide is None else wide.to(self.param.dtype)
+        elif own is not wide:
+            own.copy_(wide)
+        weight.grad, weight.data = None, torch.empty(0)
+
     @torch.no_grad()
     def follow(self, is_whole: bool) -> None:
         """Let the parameter be the master where other code wrote it."""
@@ -279,6 +318,9 @@ class Remainder24(Remainder):
 
     def _remainder(self, value_f32: Tensor) -> Tensor:
         return halves.remainder24(value_f32, self.param)
+
+    def _rounded(self, value_f32: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        return halves.split24(value_f32, step)
 
 
 class HostMaster(Beside):

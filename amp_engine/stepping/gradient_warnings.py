@@ -101,16 +101,11 @@ class WrittenParameters:
             return
         self._is_said = True
         name = type(optimizer).__name__
-        write = (
-            "Where that has to be, choose master_weights=True or opt_level='O4'"
-            if not rows.can_show
-            else "Write the FP32 masters instead, inside of `with amp.on_masters(optimizer):`, where the optimizer's "
-            "groups show them"
-        )
         warn(
             f"Low-precision parameters of the model were written before 3 of the last 20 steps of {name}.  Its FP32 "
             "masters take what was written, which is rounded: updates that are smaller than such a parameter can hold "
-            f"are lost.  {write}.  This is said once.",
+            "are lost.  Write the FP32 masters instead, inside of `with amp.on_masters(optimizer):`, where the "
+            "optimizer's groups show them.  This is said once.",
             AmpGradientWarning,
         )
 
@@ -138,7 +133,6 @@ def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInp
     by_caller = "step() has arguments, or torch.amp.GradScaler drives it"
     reason = by_caller if fused is None or step is None else fused.obstacle(step)
     raise AmpStateError(
-        f"{type(optimizer).__name__} cannot be stepped by the kernels: {reason}.  Its own step() knows neither split "
-        "masters nor narrow moments, nor masters on the CPU.  Leave out master_weights='split', moment_dtype and "
-        "masters_on, or what is in the way."
+        f"{type(optimizer).__name__} cannot be stepped by the kernels: {reason}.  Its own step() knows neither narrow "
+        "moments nor masters on the CPU.  Leave out moment_dtype and masters_on, or what is in the way."
     )

@@ -119,7 +119,7 @@ class Record:
         state: the unit of the gradients.
         delayed: the backward of gradients that `delay_unscale` left scaled; None unless the state is DELAYED.
         passed: the last backward at a scale of 1 whose gradients no check saw; None if there is none.
-        needs_kernels: True if only the kernels can do its step (split masters, narrow moments, released gradients).
+        needs_kernels: True if only the kernels can do its step (narrow moments, released gradients, masters on the CPU).
         releases: True if backwards step the parameters, see release.py.
         is_stepped_ahead: True if one has, since the last step.
         has_left: True if the last step may have been skipped, so that gradients are left which may not be finite.
@@ -880,13 +880,11 @@ class Record:
 
     # The end of a step.
 
-    def require_kernels(self, moment_dtype: torch.dtype) -> None:
-        """Require that the kernels do each step, with moments in `moment_dtype`."""
+    def keep_moments_in(self, moment_dtype: torch.dtype) -> None:
+        """Have the kernels keep moments in `moment_dtype`, and a count of steps where they round by chance."""
         rounds_by_chance = moment_dtype is not torch.float32 or self.rows.kind is Remainder24
-        fused = fused_step_of(self.optimizer)
-        assert fused is not None, "checked with the request"
-        fused.keep_moments_in(moment_dtype, counts=rounds_by_chance)
-        self.needs_kernels = True
+        if (fused := fused_step_of(self.optimizer)) is not None:
+            fused.keep_moments_in(moment_dtype, counts=rounds_by_chance)
 
     def stepped(self, may_be_left: bool) -> None:
         """Note that the step was taken or skipped; gradients stay, and are checked again before another step.

@@ -15,9 +15,21 @@ from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.ground.distributed import has_other_ranks, is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
-from amp_engine.stepping.beside import Adoption, Beside, HostMaster, Master, Pairs, Remainder, round_all
+from amp_engine.stepping.beside import (
+    Adoption,
+    Beside,
+    HostMaster,
+    Master,
+    Pairs,
+    Remainder,
+    Remainder24,
+    round_all,
+)
 from amp_engine.stepping.exact import Exact, discard_exact, exact_of, exact_value
 from amp_engine.stepping.half_weights import HalfWeights
+
+# A step of a class that the kernels do not know rounds masters of 24 bits by chance, which this key of a group counts.
+ROUNDINGS = "amp_roundings"
 
 # Rows that keep FP32 values of parameters, until they are released.
 _KEEPING: weakref.WeakSet[Rows] = weakref.WeakSet()
@@ -124,6 +136,7 @@ class Rows:
         self._scanned: list[tuple[nn.Parameter, ...]] = []
         self._has_followed = False
         self._adoption: tuple[Columns, Adoption] | None = None
+        self._wide: list[Remainder] = []  # those that are shown
         self.was_written = False  # True if other code wrote low-precision parameters since the last step
         # Ends a step of the class's own that raised, after which torch calls no hook; None unless one runs or raised.
         self.end_own_step: Callable[[], None] | None = None
@@ -134,11 +147,6 @@ class Rows:
     def makes_masters(self) -> bool:
         """True if low-precision parameters have masters on their device."""
         return self.kind is Master
-
-    @property
-    def can_show(self) -> bool:
-        """True if low-precision parameters have masters, wherever they are."""
-        return self.makes_masters or self.kind is HostMaster
 
     @property
     def splits(self) -> bool:
@@ -322,6 +330,10 @@ class Rows:
 
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the versions of the parameters, like any optimizer."""
+        step = self._next_rounding() if self._wide else 0
+        while self._wide:
+            self._wide[-1].narrow(step)
+            self._wide.pop()
         for one in self._known.values():
             if isinstance(one, HostMaster):
                 one.write_back()
@@ -344,9 +356,15 @@ class Rows:
     def show(self) -> None:
         """Put masters into the groups and the state, in the place of their parameters. Call after a scan."""
         optimizer = self._optimizer()
-        weights = {id(one.param): one.stepped for one in self._known.values() if one.stepped is not one.param}
-        if self.is_shown or optimizer is None or not weights:
+        if self.is_shown or optimizer is None or not self._known:
             return
+        weights = {}
+        for one in self._known.values():
+            if not isinstance(one, Remainder):
+                weights[id(one.param)] = one.stepped
+            elif one.param.requires_grad:
+                weights[id(one.param)] = one.widen()
+                self._wide.append(one)
         self.is_shown = True
         _rename(optimizer, weights)
 
@@ -356,9 +374,19 @@ class Rows:
         if not self.is_shown or optimizer is None:
             return
         params = {id(one.stepped): one.param for one in self._known.values()}
+        params.update((id(one.weight), one.param) for one in self._wide)
         _rename(optimizer, params)
         self.is_shown = False
         self.write_back()
+
+    def _next_rounding(self) -> int:
+        """Return the number of this rounding of masters, from 1; for those of 24 bits the first group keeps it."""
+        optimizer = self._optimizer()
+        if self.kind is not Remainder24 or optimizer is None:
+            return 1
+        group = optimizer.param_groups[0]
+        group[ROUNDINGS] = group.get(ROUNDINGS, 0) + 1
+        return int(group[ROUNDINGS])
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -380,6 +408,8 @@ class Rows:
         """
         _KEEPING.discard(self)
         self.hide()
+        for group in [] if (optimizer := self._optimizer()) is None else optimizer.param_groups:
+            group.pop(ROUNDINGS, None)
         with suppress(AmpStateError):  # a parameter that cannot have what it must get keeps its value
             self.scan()
         self.follow(rounds=False)

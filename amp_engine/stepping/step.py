@@ -478,7 +478,7 @@ class StepHook:
             if record.rows.makes_masters:
                 record.rows.adopt()
                 undo.enter_context(record.lent_gradients())
-                undo.enter_context(record.rows.shown())
+            undo.enter_context(record.rows.shown())
             self._opened(undo.pop_all())
 
     def _opened(self, undo: ExitStack) -> None:

@@ -95,7 +95,7 @@ def _answer(record: Record, has_part: bool) -> tuple[str, str]:
             "amp_engine.optimizers."
         )
     is_ours = type(optimizer) not in TORCH_RULES
-    if not (has_part or rows.makes_masters or record.needs_kernels):
+    if not (has_part or rows.kind is not None or record.needs_kernels):
         if is_ours:
             return COMPILED, "The class is one of amp_engine.optimizers, which is stepped by them with or without amp."
         return OWN, "Nothing is scaled and there are no masters, so amp leaves the step alone."

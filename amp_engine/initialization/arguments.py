@@ -326,7 +326,7 @@ def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch
             "no second moments below 6e-8.  Use one of the three."
         )
     is_split, is_narrow = policy.master_weights in SPLIT, moments is not torch.float32
-    asked = f'moment_dtype={"8bit" if moments is CODES else moments}'
+    asked = f"moment_dtype={'8bit' if moments is CODES else moments}"
     for optimizer in optimizers:
         name, rule = type(optimizer).__name__, rule_of(optimizer)
         if (is_split or is_narrow) and steps_shards(optimizer):

@@ -119,7 +119,7 @@ class Record:
         state: the unit of the gradients.
         delayed: the backward of gradients that `delay_unscale` left scaled; None unless the state is DELAYED.
         passed: the last backward at a scale of 1 whose gradients no check saw; None if there is none.
-        needs_kernels: True if only the kernels can do its step (narrow moments, released gradients, masters on the CPU).
+        needs_kernels: True if only the kernels can step it (narrow moments, released gradients, masters on the CPU).
         releases: True if backwards step the parameters, see release.py.
         is_stepped_ahead: True if one has, since the last step.
         has_left: True if the last step may have been skipped, so that gradients are left which may not be finite.

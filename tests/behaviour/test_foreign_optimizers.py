@@ -97,12 +97,16 @@ def test_a_step_sees_no_casts_at_o1() -> None:
 # --- what a step leaves in `.grad` -----------------------------------------------------------------
 
 
+KINDS = pytest.mark.parametrize("kind", [True, "split", "24bit"])  # of masters
+
+
+@KINDS
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.SGD])
-def test_a_step_leaves_the_gradient_tensors_that_a_script_writes(make: Any, clips: bool) -> None:
+def test_a_step_leaves_the_gradient_tensors_that_a_script_writes(make: Any, clips: bool, kind: Any) -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = make(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights=kind, verbosity=0)
     static = model.weight.grad = torch.ones_like(model.weight)
     moved = []
     for value in (1.0, -1.0):
@@ -116,7 +120,8 @@ def test_a_step_leaves_the_gradient_tensors_that_a_script_writes(make: Any, clip
     assert moved[0] < 0 < moved[1]
 
 
-def test_a_step_that_writes_gradients_writes_those_of_the_model() -> None:
+@KINDS
+def test_a_step_that_writes_gradients_writes_those_of_the_model(kind: Any) -> None:
     class Halves(torch.optim.RMSprop):
         def step(self, closure: Any = None) -> None:
             for p in entries_of(self):
@@ -125,7 +130,7 @@ def test_a_step_that_writes_gradients_writes_those_of_the_model() -> None:
 
     model = nn.Linear(4, 4, bias=False)
     optimizer = Halves(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights=kind, verbosity=0)
     held = model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     assert model.weight.grad is held
@@ -141,14 +146,15 @@ class ZeroesByData(torch.optim.RMSprop):
             p.grad.data.zero_()
 
 
+@pytest.mark.parametrize("kind", [True, "split"])
 @pytest.mark.parametrize("holds", [False, True])
-def test_what_a_step_writes_through_data_is_in_the_gradient_after_it(holds: bool) -> None:
+def test_what_a_step_writes_through_data_is_in_the_gradient_after_it(holds: bool, kind: Any) -> None:
     ends = []
-    for level in ("O0", "O5"):
+    for level, options in (("O0", {}), ("O5", {"master_weights": kind})):
         model = nn.Linear(4, 1, bias=False)
         nn.init.constant_(model.weight, 1.0)
         optimizer = ZeroesByData(model.parameters(), lr=0.25)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
         held = []
         for _ in range(4):
             model(torch.ones(1, 4)).sum().backward()
@@ -160,10 +166,11 @@ def test_what_a_step_writes_through_data_is_in_the_gradient_after_it(holds: bool
     assert_bitwise(*ends)
 
 
-def test_a_gradient_that_is_a_negative_view_keeps_its_values_in_a_step_of_the_class() -> None:
+@KINDS
+def test_a_gradient_that_is_a_negative_view_keeps_its_values_in_a_step_of_the_class(kind: Any) -> None:
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights=kind, verbosity=0)
     held = model.weight.grad = torch._neg_view(torch.ones(1, 4, dtype=torch.bfloat16))
     optimizer.step()
     assert_bitwise(model.weight.grad.float(), -torch.ones(1, 4))

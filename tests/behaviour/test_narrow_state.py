@@ -246,19 +246,12 @@ REFUSED = {
         AmpValueError,
         'none of True, False, "split" and "24bit"',
     ),
-    "class": (
-        "O5",
-        lambda params: torch.optim.RMSprop(params),
-        {"master_weights": "split"},
-        AmpStateError,
-        "RMSprop, which the kernels cannot step",
-    ),
     "amsgrad": (
         "O5",
         lambda params: torch.optim.AdamW(params, amsgrad=True),
         {"moment_dtype": "bfloat16"},
         AmpStateError,
-        "cannot step as it is set",
+        'AdamW, but narrow moments are those of.*"24bit" take every optimizer',
     ),
     "half weights": ("O3", adamw, {"moment_dtype": "bfloat16"}, AmpStateError, "half weights without masters"),
     "float16 moments": ("O5", adamw, {"moment_dtype": torch.float16}, AmpValueError, "float16 holds no second"),
@@ -286,7 +279,7 @@ def test_two_optimizers_of_one_parameter_are_refused() -> None:
     assert_bitwise(picture(model, both), before)
 
 
-@pytest.mark.parametrize("how", NARROW)
+@pytest.mark.parametrize("how", ["moments", "both", "seven bytes"])
 def test_a_step_that_the_kernels_cannot_take_is_refused_before_it_writes(how: str) -> None:
     model, optimizer = started(adamw, MLP, **NARROW[how])
     train(MLP, model, optimizer, "c")

@@ -52,6 +52,18 @@ def test_all_but_ties_below_even_come_back_and_the_upper_half_is_the_rounded_val
     assert torch.equal(back.view(torch.int32)[moved], x.view(torch.int32)[moved] + 1)
 
 
+@pytest.mark.parametrize("step", [1, 2, 70_000])
+def test_24_bits_are_rounded_by_the_noise_of_the_kernels(step: int) -> None:
+    x = values(1 << 16)[: 1 << 16].view(256, 256).t()
+    rounded, remainder = halves.split24(x, step)
+    expected, rest = oracle.split24(x, (oracle.noise(torch.tensor(step), x)[1] >> 8).int())
+    assert same_bits(rounded, expected)
+    assert torch.equal(remainder, rest)
+    error = (halves.joined(rounded, remainder).view(torch.int32) - x.view(torch.int32))[x.isfinite()]
+    assert error.abs().max() <= 0x1FF
+    assert abs(error.float().mean()) < 1
+
+
 @pytest.mark.parametrize("upper", [0.0, -0.0, 1.0, -3.5, 1e-40])
 def test_another_upper_half_leaves_a_value_that_rounds_to_it(upper: float) -> None:
     remainder = torch.arange(-(2**15), 2**15, dtype=torch.int16)

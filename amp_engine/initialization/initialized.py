@@ -482,10 +482,9 @@ class Initialized:
             self.records.add(record)
             hook = StepHook(record, self.records)
             stash.put_on(optimizer, record, self.records, hook)
-            is_narrow = request.moment_dtype is not torch.float32
-            if is_narrow or split is not None:
-                record.keep_moments_in(request.moment_dtype)
-            record.needs_kernels = is_narrow or request.releases or request.on_host
+            needs_kernels = request.moment_dtype is not torch.float32 or request.releases or request.on_host
+            if split is not None or needs_kernels:
+                record.keep_moments_in(request.moment_dtype, needs_kernels)
             if request.on_host:
                 hook.step_on_host()
             if request.releases:

@@ -880,8 +880,9 @@ class Record:
 
     # The end of a step.
 
-    def keep_moments_in(self, moment_dtype: torch.dtype) -> None:
+    def keep_moments_in(self, moment_dtype: torch.dtype, needs_kernels: bool) -> None:
         """Have the kernels keep moments in `moment_dtype`, and a count of steps where they round by chance."""
+        self.needs_kernels = needs_kernels
         rounds_by_chance = moment_dtype is not torch.float32 or self.rows.kind is Remainder24
         if (fused := fused_step_of(self.optimizer)) is not None:
             fused.keep_moments_in(moment_dtype, counts=rounds_by_chance)

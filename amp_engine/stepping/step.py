@@ -27,7 +27,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.ground.devices import moved
 from amp_engine.ground.torch_private import disable_dynamo
-from amp_engine.kernels import tensor_lists
+from amp_engine.kernels import CODES, tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.stepping import exact_state, shards
@@ -563,21 +563,27 @@ class StepHook:
         self._incoming = state_dict
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        """Set moments, which torch has rounded to the type of their parameters, to the saved values in FP32."""
+        """Set moments, which torch has cast to the type of their parameters, to the saved values: in FP32, or codes."""
         saved, self._incoming = self._incoming, {}
-        if (fused := fused_step_of(optimizer)) is not None:
+        fused = fused_step_of(optimizer)
+        if fused is not None:
             fused.forget()
         rows = self._record.rows
-        if rows.kind is None or rows.is_shown:
+        if rows.is_shown:
             return
         indices = [i for group in saved["param_groups"] for i in group["params"]]
         own = [p for group in optimizer.param_groups for p in group["params"]]
         beside = {id(one.param): one for one in rows.columns.beside if one is not None}
         for index, param in zip(indices, own, strict=True):
-            for name, value in exact_state.floating(saved["state"].get(index, {})) if id(param) in beside else ():
+            one, of_one = beside.get(id(param)), saved["state"].get(index, {})
+            home = param.device if one is None else one.stepped.device
+            for name, value in exact_state.floating(of_one) if one is not None else ():
                 self._was_loaded |= value.dtype is torch.float32
                 wide = value if value.dtype is torch.float64 else value.to(torch.float32)
-                optimizer.state[param][name] = wide.to(beside[id(param)].stepped.device, copy=True)
+                optimizer.state[param][name] = wide.to(home, copy=True)
+            for name, value in of_one.items() if fused is not None else ():
+                if isinstance(value, Tensor) and value.dtype is CODES:
+                    optimizer.state[param][name] = value.to(home, copy=True)
 
 
 def _input_of(record: Record, grads: Sequence[Tensor | None] | None) -> StepInput:

@@ -198,6 +198,17 @@ def test_a_run_in_blocks_goes_on_in_another_form_and_back(name: str, into: dict[
     assert {m.dtype for m in _held(optimizer)} == {torch.uint8}
 
 
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_loaded_codes_are_codes_before_the_next_step(level: str) -> None:
+    model, optimizer = started(level=level, moment_dtype="8bit")
+    train(NORMED_MLP, model, optimizer, "cc")
+    saved = frozen(optimizer.state_dict())
+    amp.close()
+    model, optimizer = started(level=level, moment_dtype="8bit", seed=5)
+    optimizer.load_state_dict(saved)
+    assert_bitwise(optimizer.state_dict()["state"], saved["state"])
+
+
 def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     states = (optimizer.state[p] for p in weights_of(optimizer))
     return [value for state in states for key, value in state.items() if key != "step"]

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from amp_engine import AmpFileError, amp
-from tests.interrupted import Nursery, adamw, damaged
+from tests.interrupted import FORMS, Nursery, adamw, damaged
 from tests.models import NORMED_MLP
 from tests.support import left_alone, scaler_numbers, started, train
 
-KILLS = int(os.environ.get("KILLS", "200"))  # half of them while a checkpoint is written
+KILLS = int(os.environ.get("KILLS", "200"))  # in all forms; half of them while a checkpoint is written
 DAMAGES = int(os.environ.get("DAMAGES", "200"))
 SEED = int(os.environ.get("SEED", "0"))
 LAST = 12
@@ -32,25 +32,26 @@ def nursery() -> Iterator[Nursery]:
     nursery.close()
 
 
-def test_a_run_that_is_killed_at_random_resumes_bitwise(nursery: Nursery, tmp_path: Path) -> None:
-    chance = random.Random(SEED)
-    truth = nursery.run(tmp_path / "truth.pt", LAST).digests
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_that_is_killed_at_random_resumes_bitwise(nursery: Nursery, tmp_path: Path, form: str) -> None:
+    chance, kills_each = random.Random(SEED), KILLS // len(FORMS)
+    truth = nursery.run(tmp_path / "truth.pt", LAST, form=form).digests
     path = tmp_path / "run" / "checkpoint.pt"
     path.parent.mkdir()
     known = 0  # the step of the file
     kills = {"saving": 0, "elsewhere": 0}
-    for _ in range(100 * KILLS):
-        if min(kills.values()) >= KILLS // 2:
+    for _ in range(100 * kills_each):
+        if min(kills.values()) >= kills_each // 2:
             break
-        saving = kills["saving"] < KILLS // 2
+        saving = kills["saving"] < kills_each // 2
         longest = WHILE_SAVING if saving else WHILE_RUNNING
-        outcome = nursery.run(path, LAST, kill_after=longest * chance.random(), saving=saving)
+        outcome = nursery.run(path, LAST, kill_after=longest * chance.random(), saving=saving, form=form)
         assert outcome.digests.items() <= truth.items()
         known = max(known, outcome.saved)
         possible = {known, known + 1} if outcome.in_save else {known}
         if outcome.killed:
             kills["saving" if outcome.in_save else "elsewhere"] += 1
-            resumed = nursery.run(path, known + 1)
+            resumed = nursery.run(path, known + 1, form=form)
             assert not resumed.killed
             assert min(resumed.digests) in possible
             assert resumed.digests.items() <= truth.items()
@@ -60,7 +61,7 @@ def test_a_run_that_is_killed_at_random_resumes_bitwise(nursery: Nursery, tmp_pa
             path.unlink()
             known = 0
     print(f"\n{kills['saving']} kills while saving, {kills['elsewhere']} elsewhere, each resumed bit for bit")
-    assert min(kills.values()) >= KILLS // 2
+    assert min(kills.values()) >= kills_each // 2
 
 
 def test_damage_anywhere_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:

@@ -30,14 +30,15 @@ from amp_engine.initialization.loaded_on_ranks import agree
 from amp_engine.initialization.request import Request
 from amp_engine.initialization.sharded_since import refusal_of_replaced, refuse_sharded_since
 from amp_engine.initialization.state_dict import hold_loaded_no_longer
-from amp_engine.kernels import missing
+from amp_engine.kernels import CODES, missing
+from amp_engine.kernels.blocks import size_in_blocks
 from amp_engine.levels import report
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
 from amp_engine.levels.policy import Skips
 from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import release_fused_step
-from amp_engine.optimizers.rules import rule_of
+from amp_engine.optimizers.rules import Rule, rule_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping import exact_state
@@ -194,7 +195,8 @@ class Initialized:
             devices = {p.device for p in record.columns.params}
             if masters or is_active:
                 is_by_kernels = is_known and not any(map(missing, devices))
-                yield report.steps(type(optimizer).__name__, masters, is_by_kernels, record.releases)
+                each = _bytes_of_state(record, rule, request.moment_dtype) if rule is not None and masters else 0.0
+                yield report.steps(type(optimizer).__name__, masters, is_by_kernels, record.releases, each)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any]) -> None:
         """Raise AmpStateError for an optimizer that is initialized, or that has attributes of apex's names."""
@@ -560,6 +562,21 @@ def _counted(record: Record) -> str:
     count = sum(one is not None for one in record.columns.beside)
     kind = record.rows.kind
     return f"{count} {kind.plural}" if count and kind is not None else ""
+
+
+def _bytes_of_state(record: Record, rule: Rule, moment_dtype: torch.dtype) -> float:
+    """Return the bytes a parameter of weights, of what lies beside them, and of moments; 0.0 for masters on the CPU."""
+    columns, elements, found = record.columns, 0, 0.0
+    if record.rows.kind is HostMaster:
+        return 0.0
+    groups = [group for group in record.optimizer.param_groups for _ in group["params"]]
+    for param, one, group in zip(columns.params, columns.beside, groups, strict=True):
+        moments = rule.needs_state1(group) + (rule.state2 is not None and not rule.keeps_norm)
+        of_moment = size_in_blocks(param.numel()) if moment_dtype is CODES else param.numel() * moment_dtype.itemsize
+        beside = () if one is None else (one.stepped, one.copy)
+        elements += param.numel()
+        found += param.nbytes + sum(t.nbytes for t in beside if t is not param) + moments * of_moment
+    return found / max(elements, 1)
 
 
 def _warn_of_lost_hooks(changed: Sequence[nn.Parameter]) -> None:

@@ -166,17 +166,20 @@ def initialization(defaults: Policy, policy: Policy, verbosity: int) -> Iterator
         yield f"Overrides:  {', '.join(changed)}"
 
 
-def steps(kind: str, masters: str, is_by_kernels: bool, is_released: bool) -> str:
+def steps(kind: str, masters: str, is_by_kernels: bool, is_released: bool, bytes_each: float) -> str:
     """Message: what steps what.
 
     Args:
         kind: the class of an optimizer.
         masters: such as "4 FP32 masters"; "" if it steps none.
         is_released: True if the backward steps.
+        bytes_each: bytes of state a parameter, its weight too; 0.0 if they are not known.
     """
     on_masters = f" steps {masters}" if masters else " steps"
     by = "the compiled kernels" if is_by_kernels else "its own class"
-    return f"{kind}{on_masters} by {by}{', in the backward, which frees each gradient' if is_released else ''}."
+    in_backward = ", in the backward, which frees each gradient" if is_released else ""
+    in_bytes = f"  Weights and state take {bytes_each:.3g} bytes a parameter." if bytes_each else ""
+    return f"{kind}{on_masters} by {by}{in_backward}.{in_bytes}"
 
 
 def no_optimizer(dtype: torch.dtype, is_rounded: bool) -> str:

@@ -58,13 +58,29 @@ def exact(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "masters"), [(NARROW["split"], "FP32 masters"), (NARROW["seven bytes"], "masters of 24 bits")]
+    ("keywords", "masters", "size"),
+    [
+        ({}, "FP32 masters", 14),
+        (NARROW["split"], "FP32 masters", 12),
+        (NARROW["both"], "FP32 masters", 8),
+        (NARROW["seven bytes"], "masters of 24 bits", 5.06),
+    ],
 )
-def test_the_banner_says_what_is_stepped(keywords: dict[str, Any], masters: str, capsys: Any) -> None:
-    model = NORMED_MLP.model()
-    amp.initialize(model, adamw(model.parameters()), opt_level="O5", **keywords)
-    count = sum(p.dtype is torch.bfloat16 for p in model.parameters())
-    assert f"AdamW steps {count} {masters} by the compiled kernels." in capsys.readouterr().out
+def test_the_banner_says_what_is_stepped_in_how_many_bytes(
+    keywords: dict[str, Any], masters: str, size: float, capsys: Any
+) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", **keywords)
+    said = f"AdamW steps 2 {masters} by the compiled kernels.  Weights and state take {size} bytes a parameter."
+    assert said in capsys.readouterr().out
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    held = {id(t): t for t in (*model.parameters(), *moments)}
+    for p in model.parameters():
+        held |= {id(t): t for one in exact_of(p) for t in (one.stepped, one.copy)}
+    assert sum(t.nbytes for t in held.values()) / (64 * 65) == pytest.approx(size, abs=0.01)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

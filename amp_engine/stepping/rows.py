@@ -330,10 +330,6 @@ class Rows:
 
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the versions of the parameters, like any optimizer."""
-        step = self._next_rounding() if self._wide else 0
-        while self._wide:
-            self._wide[-1].narrow(step)
-            self._wide.pop()
         for one in self._known.values():
             if isinstance(one, HostMaster):
                 one.write_back()
@@ -358,13 +354,9 @@ class Rows:
         optimizer = self._optimizer()
         if self.is_shown or optimizer is None or not self._known:
             return
-        weights = {}
-        for one in self._known.values():
-            if not isinstance(one, Remainder):
-                weights[id(one.param)] = one.stepped
-            elif one.param.requires_grad:
-                weights[id(one.param)] = one.widen()
-                self._wide.append(one)
+        self._wide = [one for one in self._known.values() if isinstance(one, Remainder) and one.param.requires_grad]
+        weights = {id(one.param): one.stepped for one in self._known.values() if not isinstance(one, Remainder)}
+        weights.update((id(one.param), one.widen()) for one in self._wide)
         self.is_shown = True
         _rename(optimizer, weights)
 
@@ -377,6 +369,10 @@ class Rows:
         params.update((id(one.weight), one.param) for one in self._wide)
         _rename(optimizer, params)
         self.is_shown = False
+        step = self._next_rounding() if self._wide else 0
+        for one in self._wide:
+            one.narrow(step)
+        self._wide = []
         self.write_back()
 
     def _next_rounding(self) -> int:

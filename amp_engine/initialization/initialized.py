@@ -195,7 +195,11 @@ class Initialized:
             devices = {p.device for p in record.columns.params}
             if masters or is_active:
                 is_by_kernels = is_known and not any(map(missing, devices))
-                each = _bytes_of_state(record, rule, request.moment_dtype) if rule is not None and masters else 0.0
+                each = (
+                    _bytes_of_state(record, rule, request.moment_dtype)
+                    if rule is not None and is_known and masters
+                    else 0.0
+                )
                 yield report.steps(type(optimizer).__name__, masters, is_by_kernels, record.releases, each)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any]) -> None:
@@ -266,7 +270,7 @@ class Initialized:
         """A context in which groups and state of an optimizer have its masters, which show unscaled gradients."""
         self.records.close_into(record)
         record.follow_writes()
-        if record.rows.is_shown or record.rows.kind is None:
+        if record.rows.is_shown or not record.rows.can_show:
             yield
             return
         record.hand_out()

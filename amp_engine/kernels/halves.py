@@ -44,14 +44,17 @@ def remainder24(value_f32: Tensor, rounded: Tensor) -> Tensor:
     return torch.where(value_f32.isnan(), 0, units.clamp(min=-0x7F).minimum(most) & 0xFF).to(REMAINDER24)
 
 
-def split24(value_f32: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Return (bfloat16, 8 bits) of a dense float32 tensor, rounded by chance as the kernels do at step `step`, from 1.
+def split24(value_f32: Tensor, step: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Return (bfloat16, 8 bits) of float32 elements, rounded by chance as the kernels do. No host sync.
 
-    In the order in memory of `value_f32`. NaNs lose payloads. No host sync.
+    Args:
+        value_f32: shape [n], elements in the order of memory. NaNs lose payloads.
+        step: the number of the step, from 1.
+        first: the place of the first element in its tensor.
     """
     given = value_f32.detach()
-    of_step = int(_mixed(torch.tensor(step, dtype=torch.int32)))
-    places = torch.arange(given.numel(), device=given.device).int().as_strided(given.shape, given.stride())
+    of_step = _mixed(torch.full((), step, dtype=torch.int32, device=given.device))
+    places = torch.arange(first, first + given.numel(), device=given.device).int()
     noise = _mixed(places + of_step) >> 24 & 0xFF
     bits = given.view(torch.int32) + noise
     bits += ((bits & 0x1FF00) == 0x18000).int() * ((noise & 1) * 0x200 - 0x100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -245,10 +246,13 @@ class Remainder(Beside):
     @torch.no_grad()
     def value(self) -> Tensor:
         """Return the master. After a write through `.data` it keeps the old remainder, below half a bfloat16 unit."""
+        if self.weight is not None and self.is_wide:  # a step of the class's own was interrupted
+            return self.weight.detach().clone()
         return followed(halves.joined(self.param, self.bits), self.param.detach())
 
     def take(self, value_f32: Tensor) -> None:
         """Take the lower half of `value_f32`, which has been rounded into the parameter."""
+        self.free()
         self._split(value_f32)
         self.is_loaded = True
         self.mark()
@@ -262,16 +266,22 @@ class Remainder(Beside):
     def _remainder(self, value_f32: Tensor) -> Tensor:
         return halves.split(value_f32)[1]
 
-    def _rounded(self, value_f32: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        return halves.split(value_f32)
+    @property
+    def is_wide(self) -> bool:
+        """True if `weight` is the master."""
+        return self.weight is not None and self.weight.numel() == self.param.numel()
 
     @torch.no_grad()
     def widen(self) -> nn.Parameter:
         """Return `weight`, with the value and the gradient: the same object each time. Other memory than before."""
         if self.weight is None:
-            self.weight = nn.Parameter(torch.empty(0))
-        vars(self.weight).update(vars(self.param))
-        self.weight.data = laid_out_as(self.param, self.value())
+            self.weight = nn.Parameter(torch.empty(0, device=self.param.device))
+            vars(self.weight).update(vars(self.param))
+        param = self.param.detach()
+        value = torch.empty_like(param, dtype=torch.float32)
+        for _, of_value, of_param, of_bits in _blocks(value, param, self.bits):
+            of_value.copy_(followed(halves.joined(of_param, of_bits), of_param))
+        self.weight.data = value
         self.weight.grad = None if self.param.grad is None else self.param.grad.float()
         return self.weight
 
@@ -283,18 +293,36 @@ class Remainder(Beside):
             step: the number of this rounding, from 1.
         """
         weight = self.weight
-        assert weight is not None, "it was widened"
+        if weight is None or not self.is_wide:
+            return
+        self._take_gradient(weight.grad)
+        weight.grad = None
         self._renew()
-        rounded, bits = self._rounded(laid_out_as(self.param, weight.detach()), step)
-        self.param.copy_(rounded)
-        self.bits.copy_(bits)
+        value = laid_out_as(self.param, weight.detach())
+        for first, of_value, of_param, of_bits in _blocks(value, self.param.detach(), self.bits):
+            rounded, bits = self._rounded(of_value, step, first)
+            of_param.copy_(rounded)
+            of_bits.copy_(bits)
         self.mark()
-        own, wide = self.param.grad, weight.grad
+        self.free()
+
+    def free(self) -> None:
+        """Free `weight` and its gradient."""
+        if self.weight is not None:
+            self.weight.grad, self.weight.data = None, torch.empty(0, device=self.param.device)
+
+    def _take_gradient(self, wide: Tensor | None) -> None:
+        own = self.param.grad
         if own is None or wide is None:
             self.param.grad = None if wide is None else wide.to(self.param.dtype)
         elif own is not wide:
-            own.copy_(wide)
-        weight.grad, weight.data = None, torch.empty(0)
+            try:
+                own.copy_(wide)
+            except RuntimeError:  # expanded, of inference mode, or of another layout
+                self.param.grad = wide.to(own.dtype)
+
+    def _rounded(self, value_f32: Tensor, step: int, first: int) -> tuple[Tensor, Tensor]:
+        return halves.split(value_f32)
 
     @torch.no_grad()
     def follow(self, is_whole: bool) -> None:
@@ -319,8 +347,8 @@ class Remainder24(Remainder):
     def _remainder(self, value_f32: Tensor) -> Tensor:
         return halves.remainder24(value_f32, self.param)
 
-    def _rounded(self, value_f32: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        return halves.split24(value_f32, step)
+    def _rounded(self, value_f32: Tensor, step: int, first: int) -> tuple[Tensor, Tensor]:
+        return halves.split24(value_f32, step, first)
 
 
 class HostMaster(Beside):
@@ -413,6 +441,19 @@ def host_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(
         param, dtype=dtype, device="cpu", requires_grad=False, pin_memory=param.device.type == "cuda"
     )
+
+
+_BLOCK = 1 << 22  # elements
+
+
+def _blocks(*dense: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield the first place and the elements, in the order of memory, of a block of each of some dense tensors.
+
+    They have one layout. A block's integers take some thirty bytes an element for a while.
+    """
+    flat = [t.as_strided((t.numel(),), (1,)) for t in dense]
+    for first in range(0, flat[0].numel(), _BLOCK):
+        yield first, *(t[first : first + _BLOCK] for t in flat)
 
 
 def _check_can_split(param: nn.Parameter) -> None:

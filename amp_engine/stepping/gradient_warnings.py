@@ -101,11 +101,16 @@ class WrittenParameters:
             return
         self._is_said = True
         name = type(optimizer).__name__
+        write = (
+            "Where that has to be, choose master_weights=True or opt_level='O4'"
+            if not rows.can_show
+            else "Write the FP32 masters instead, inside of `with amp.on_masters(optimizer):`, where the optimizer's "
+            "groups show them"
+        )
         warn(
             f"Low-precision parameters of the model were written before 3 of the last 20 steps of {name}.  Its FP32 "
             "masters take what was written, which is rounded: updates that are smaller than such a parameter can hold "
-            "are lost.  Write the FP32 masters instead, inside of `with amp.on_masters(optimizer):`, where the "
-            "optimizer's groups show them.  This is said once.",
+            f"are lost.  {write}.  This is said once.",
             AmpGradientWarning,
         )
 

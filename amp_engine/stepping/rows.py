@@ -149,6 +149,11 @@ class Rows:
         return self.kind is Master
 
     @property
+    def can_show(self) -> bool:
+        """True if low-precision parameters have masters, wherever they are."""
+        return self.makes_masters or self.kind is HostMaster
+
+    @property
     def splits(self) -> bool:
         """True if low-precision parameters have remainders."""
         return self.kind is not None and issubclass(self.kind, Remainder)
@@ -348,15 +353,22 @@ class Rows:
         """Put back what a step of the class's own has left that raised."""
         if self.end_own_step is not None:
             self.end_own_step()
+        if self._wide and not self.is_shown:
+            self._narrow()
 
     def show(self) -> None:
         """Put masters into the groups and the state, in the place of their parameters. Call after a scan."""
         optimizer = self._optimizer()
         if self.is_shown or optimizer is None or not self._known:
             return
-        self._wide = [one for one in self._known.values() if isinstance(one, Remainder) and one.param.requires_grad]
+        self._wide = [one for one in self._known.values() if isinstance(one, Remainder)]
         weights = {id(one.param): one.stepped for one in self._known.values() if not isinstance(one, Remainder)}
-        weights.update((id(one.param), one.widen()) for one in self._wide)
+        try:
+            weights.update((id(one.param), one.widen()) for one in self._wide)
+        except BaseException:
+            for one in self._wide:
+                one.free()
+            raise
         self.is_shown = True
         _rename(optimizer, weights)
 
@@ -369,11 +381,14 @@ class Rows:
         params.update((id(one.weight), one.param) for one in self._wide)
         _rename(optimizer, params)
         self.is_shown = False
-        step = self._next_rounding() if self._wide else 0
-        for one in self._wide:
-            one.narrow(step)
-        self._wide = []
+        self._narrow()
         self.write_back()
+
+    def _narrow(self) -> None:
+        step = self._next_rounding()
+        while self._wide:
+            self._wide[-1].narrow(step)
+            self._wide.pop()
 
     def _next_rounding(self) -> int:
         """Return the number of this rounding of masters, from 1; for those of 24 bits the first group keeps it."""

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from amp_engine.errors import AmpStateError
+from amp_engine.stepping import beside
 from amp_engine.stepping.beside import Remainder
 from amp_engine.stepping.exact import exact_of
 from tests.behaviour.test_foreign_optimizers import CountsInGroup
 from tests.behaviour.test_resume import checkpoint, resumed
-from tests.models import CNN, NORMED_MLP
+from tests.models import CNN, MLP, NORMED_MLP
 from tests.support import assert_bitwise, everything, frozen, started, train
 
 SPLIT = ["split", "24bit"]
@@ -148,19 +149,124 @@ def test_a_step_that_raises_leaves_the_model_half_and_the_next_one_goes_on(maste
     assert set(map(id, optimizer.state)) <= set(map(id, model.parameters()))
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_step_among_shown_masters_is_taken(make: Any) -> None:
+    ends = []
+    for masters in (True, "split"):
+        model, optimizer = started("O5", make, master_weights=masters)
+        with amp.on_masters(optimizer):
+            train(NORMED_MLP, model, optimizer, "c")
+        ends.append(frozen(model.state_dict()))
+        amp.close()
+    torch.testing.assert_close(ends[1], ends[0], rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_a_parameter_that_is_frozen_before_the_step_is_stepped_in_float32(masters: Any) -> None:
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-5)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights=masters, verbosity=0)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    model.weight.requires_grad_(False)
+    for _ in range(5):
+        optimizer.step()
+    moved = 1.0 - model.state_dict()["weight"]
+    assert moved.mean().item() == pytest.approx(3.6e-4, rel=0.05)
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_a_step_that_is_interrupted_is_saved_whole(masters: Any) -> None:
+    model, optimizer = started("O5", Raises, master_weights=masters)
+    before = frozen(model.state_dict())
+    with pytest.raises(RuntimeError, match="in the middle"):
+        train(NORMED_MLP, model, optimizer, "c")
+    saved = frozen(model.state_dict())
+    assert any(not torch.equal(saved[name], before[name]) for name in saved)
+    assert all(state["step"] == 1 for state in optimizer.state_dict()["state"].values())
+    torch.testing.assert_close(frozen(model.state_dict()), saved, rtol=2e-7, atol=0)
+    model.load_state_dict(before)
+    assert_bitwise(frozen(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("kind", ["expanded", "of inference mode", "made dense by the step"])
+def test_gradients_that_cannot_be_written_are_stepped(kind: str) -> None:
+    class MakesDense(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.grad = p.grad.to_dense()
+            super().step()
+
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = MakesDense(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    before = model.state_dict()["weight"].clone()
+    ones = torch.ones(2, 4, dtype=torch.bfloat16)
+    if kind == "of inference mode":
+        with torch.inference_mode():
+            ones = torch.ones(2, 4, dtype=torch.bfloat16)
+    made = {"expanded": ones[:1, :1].expand(2, 4), "made dense by the step": ones.to_sparse()}
+    model.weight.grad = made.get(kind, ones)
+    optimizer.step()
+    assert_bitwise(model.state_dict()["weight"], before - 1)
+
+
+def test_attributes_that_a_step_sets_on_a_parameter_stay() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.seen += 1
+                self.seen = p.seen
+            super().step()
+
+    model = NORMED_MLP.model()
+    for p in model.parameters():
+        p.seen = 0
+    optimizer = Counts(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    train(NORMED_MLP, model, optimizer, "ccc")
+    assert optimizer.seen == 3
+
+
 @pytest.mark.parametrize("masters", SPLIT)
-def test_masters_can_be_shown_and_written(masters: str) -> None:
-    model, optimizer = started("O5", torch.optim.AdamW, master_weights=masters)
-    train(NORMED_MLP, model, optimizer, "c")
-    with amp.on_masters(optimizer):
-        (weight, *_) = (p for group in optimizer.param_groups for p in group["params"] if p.ndim == 2)
-        assert weight.dtype is torch.float32
-        assert weight.grad is not None
-        with torch.no_grad():
-            weight.fill_(1 + 2.0**-12)  # which bfloat16 rounds to 1
-    values = [value for value in model.state_dict().values() if value.shape == weight.shape or value.ndim == 2]
-    assert any(torch.equal(value, torch.full_like(value, 1 + 2.0**-12)) for value in values)
-    train(NORMED_MLP, model, optimizer, "c", first=1)
+def test_a_tensor_is_rounded_by_blocks_as_at_once(masters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for block in (7, 1 << 22):
+        monkeypatch.setattr(beside, "_BLOCK", block)
+        model, optimizer = started("O5", torch.optim.RMSprop, CNN, master_weights=masters)
+        model.to(memory_format=torch.channels_last)
+        train(CNN, model, optimizer, "ccc")
+        ends.append(frozen(model.state_dict()))
+        amp.close()
+    assert_bitwise(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("name", ["widen", "narrow"])
+def test_an_error_among_many_masters_loses_no_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for fails in (False, True):
+        model, optimizer = started("O5", torch.optim.RMSprop, MLP, master_weights="split")
+        calls, real = [], getattr(Remainder, name)
+
+        def failing(self: Remainder, *args: Any, calls: Any = calls, real: Any = real) -> Any:
+            calls.append(self)
+            if len(calls) == 2:
+                raise MemoryError
+            return real(self, *args)
+
+        if fails:
+            with monkeypatch.context() as patch:
+                patch.setattr(Remainder, name, failing)
+                with pytest.raises(MemoryError):
+                    train(MLP, model, optimizer, "c")
+            assert name == "narrow" or not any(one.is_wide for one in calls)
+        if not fails or name == "widen":
+            train(MLP, model, optimizer, "c")
+        optimizer.state_dict()
+        ends.append(frozen(model.state_dict()))
+        amp.close()
+    torch.testing.assert_close(ends[1], ends[0], rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("masters", SPLIT)

@@ -222,8 +222,7 @@ struct Block {
     __mmask32 const tie = _mm512_mask_test_epi16_mask(half, high, words(1));
     // The lowest bit of the noise selects the neighbour.
     __m512i const neighbours = _mm512_set1_epi32(0x0081007f);
-    __m512i const low =
-        _mm512_mask_permutexvar_epi16(middle, tie, lower_halves(added.even, added.odd), neighbours);
+    __m512i const low = _mm512_mask_permutexvar_epi16(middle, tie, lower_halves(added.even, added.odd), neighbours);
     __mmask32 const up = _mm512_cmpgt_epu16_mask(low, words(0x80));
     _mm512_storeu_si512(static_cast<uint16_t*>(rounded) + i, _mm512_mask_add_epi16(high, up, high, words(1)));
     put(remainder, i, _mm512_cvtepi16_epi8(low));

@@ -135,6 +135,25 @@ class Copy {
       L::store(type, data_, i, weight);
     }
   }
+  template <class Block>
+  AMP_HD Block load_block(Type weight_type, Type type, void const* weights, int64_t i) const {
+    if (type == Type::byte) {
+      return Block::load_split24(weights, data_, i);
+    }
+    return Block::of(load<Lanes, Lanes>(weight_type, type, weights, i),
+                     load<Lanes, Lanes>(weight_type, type, weights, i + Lanes::kWidth));
+  }
+  template <class Block>
+  AMP_HD void write_block(Type weight_type, Type type, void* weights, int64_t i, Block const& weight,
+                          typename Block::Noise const& noise) const {
+    if (type == Type::byte) {
+      weight.store_split24(weights, data_, i, noise);
+      return;
+    }
+    Lanes::Noise const none{};
+    write<Lanes>(weight_type, type, weights, i, weight.lower(), none);
+    write<Lanes>(weight_type, type, weights, i + Lanes::kWidth, weight.upper(), none);
+  }
 
  private:
   template <class L, class V>
@@ -303,13 +322,24 @@ struct Blocks {
   Blocks(void* moment, int64_t numel)
       : codes(static_cast<uint8_t*>(moment)), exponents(moment ? codes + numel : nullptr) {}
 
-  AMP_HD float scale(int64_t i) const { return codes ? scale_of(exponents[i / kBlock]) : 0.0f; }
+  AMP_HD float scale(int64_t i) const { return codes ? scale_of(exponents[uint64_t(i) / kBlock]) : 0.0f; }
   // Returns the inverse of the new scale.
   template <class Code>
-  AMP_HD float rescale(int64_t i, Magnitudes const& magnitudes) const {
-    exponents[i / kBlock] = exponent_of<Code>(magnitudes.largest());
-    return inverse_scale_of(exponents[i / kBlock]);
+  AMP_HD float rescale(int64_t i, uint32_t largest) const {
+    uint8_t const exponent = exponent_of<Code>(largest);
+    exponents[uint64_t(i) / kBlock] = exponent;
+    return inverse_scale_of(exponent);
   }
+};
+
+// lanes_avx512.h has a type for a whole block.
+template <class L>
+concept HasBlock = requires { typename L::Block; };
+
+template <class Block>
+struct Stepped {
+  Block weight;
+  typename Block::Noise noise;
 };
 
 // Steps with moments in blocks.
@@ -339,8 +369,8 @@ void step_in_blocks(Row const& r, Entry const& g, Span s, typename Update::Coeff
         of_2.add(state2[j]);
         copy.template write<L>(weight_type, copy_type, r.weight, i, weight, noise[j]);
       }
-      float const inverse1 = has_first ? first.template rescale<SignedCode>(begin, of_1) : 0.0f;
-      float const inverse2 = Update::kState2 ? second.template rescale<UnsignedCode>(begin, of_2) : 0.0f;
+      float const inverse1 = has_first ? first.template rescale<SignedCode>(begin, of_1.largest()) : 0.0f;
+      float const inverse2 = Update::kState2 ? second.template rescale<UnsignedCode>(begin, of_2.largest()) : 0.0f;
       for (int j = 0; j < count; ++j) {
         int64_t const i = begin + j * L::kWidth;
         if (has_first) {
@@ -351,14 +381,65 @@ void step_in_blocks(Row const& r, Entry const& g, Span s, typename Update::Coeff
         }
       }
     };
-    constexpr int kCount = kBlock / Lanes::kWidth;
-    for (; s.begin + kBlock <= s.end; s.begin += kBlock) {
-      Lanes::Noise noise[kCount];
+    auto const whole = [&](auto lanes, int64_t begin) {
+      using L = decltype(lanes);
+      constexpr int kCount = kBlock / L::kWidth;
+      typename L::Noise noise[kCount];
       for (int j = 0; j < kCount / 2; ++j) {
-        noise[j] = Lanes::noise(s.begin / 2 + j * Lanes::kWidth, of_step);
-        noise[j + kCount / 2] = Lanes::turned(noise[j]);
+        noise[j] = L::noise(begin / 2 + j * L::kWidth, of_step);
+        noise[j + kCount / 2] = L::turned(noise[j]);
       }
-      block(Lanes{}, std::integral_constant<int, kCount>{}, s.begin, noise);
+      block(lanes, std::integral_constant<int, kCount>{}, begin, noise);
+    };
+    // Returns the weight and the noise to write it with.
+    auto const whole_at_once = [&](auto lanes, int64_t begin) __attribute__((always_inline)) {
+      using Block = typename decltype(lanes)::Block;
+      for (int64_t i = begin; i < begin + kBlock; i += Lanes::kWidth) {
+        prefetch<Lanes>(gradient_type, g.data, i);
+        prefetch<Lanes>(weight_type, r.weight, i);
+        copy.template prefetch<Lanes>(copy_type, i);
+      }
+      Block weight = copy.template load_block<Block>(weight_type, copy_type, r.weight, begin);
+      Block state1 = 0.0f, state2 = 0.0f;
+      if (has_first) {
+        state1 = Block::template load_codes<SignedCode>(first.codes, begin, first.scale(begin));
+      }
+      if constexpr (Update::kState2) {
+        state2 = Block::template load_codes<UnsignedCode>(second.codes, begin, second.scale(begin));
+      }
+      Update::update(Block::load(gradient_type, g.data, begin), weight, state1, state2, c);
+      uint32_t largest1, largest2;
+      Block::largest(state1, state2, largest1, largest2);
+      auto const noise = Block::noise(begin, of_step);
+      if (has_first) {
+        float const inverse = first.template rescale<SignedCode>(begin, largest1);
+        state1.template store_codes<SignedCode>(first.codes, begin, inverse, noise);
+      }
+      if constexpr (Update::kState2) {
+        float const inverse = second.template rescale<UnsignedCode>(begin, largest2);
+        state2.template store_codes<UnsignedCode>(second.codes, begin, inverse, noise);
+      }
+      return Stepped<Block>{weight, noise};
+    };
+    if constexpr (HasBlock<Lanes>) {
+      // A weight waits for a root and a quotient, so it is written after the moments of the next block: 7% less time.
+      auto const write = [&](auto const& block) {
+        copy.write_block(weight_type, copy_type, r.weight, s.begin, block.weight, block.noise);
+        s.begin += kBlock;
+      };
+      if (s.begin + kBlock <= s.end) {
+        auto last = whole_at_once(Lanes{}, s.begin);
+        while (s.begin + 2 * kBlock <= s.end) {
+          auto const next = whole_at_once(Lanes{}, s.begin + kBlock);
+          write(last);
+          last = next;
+        }
+        write(last);
+      }
+    } else {
+      for (; s.begin + kBlock <= s.end; s.begin += kBlock) {
+        whole(Lanes{}, s.begin);
+      }
     }
     if (s.begin < s.end) {
       uint32_t noise[kBlock];

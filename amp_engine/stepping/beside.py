@@ -443,7 +443,7 @@ def host_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-_BLOCK = 1 << 22  # elements
+_BLOCK = 1 << 21  # elements
 
 
 def _blocks(*dense: Tensor) -> Iterator[tuple[Any, ...]]:

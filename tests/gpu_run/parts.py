@@ -77,7 +77,7 @@ def parts(folder: Path, simulated: bool) -> list[Part]:
             "small cases of every kernel, the tests, the host's time, launches and waits",
             155,
             Stage("smoke", module("A", "small"), 15, 5, blocking),
-            Stage("tests", tests(*marked_cuda()), 80, 50, on_device),
+            Stage("tests", tests(*marked_cuda()), 300 if simulated else 80, 50, on_device),
             measure("A", "host", 30, 30),
         ),
         part(

@@ -490,7 +490,8 @@ void test_steps() {
       }
       c.present.push_back(!chance(5));
       c.has_copy.push_back(is_split || chance(2));
-      bool const is_master = c.weights.back().type == Type::float32 && (copy == Type::float16 || copy == Type::bfloat16);
+      bool const is_master =
+          c.weights.back().type == Type::float32 && (copy == Type::float16 || copy == Type::bfloat16);
       c.adopts.push_back(is_master && c.has_copy.back() && chance(2));
       c.scaled.push_back(chance(2));
       c.group_of.push_back(uint32_t(random_bits() % 2));

@@ -50,8 +50,9 @@ class TooLarge:
                 finally:
                     numbers["peak_gb"] = cuda.max_memory_allocated() / 1e9
                     cuda.set_per_process_memory_fraction(1.0)  # the end gives the model back in FP32
-        except torch.OutOfMemoryError:
-            pass
+        except RuntimeError as error:  # torch.OutOfMemoryError, but from an extension
+            if "out of memory" not in str(error):
+                raise
         self._task.rows.add(self._example.name, who, **numbers)
 
     def _trained(self, step: Step) -> dict[str, object]:

@@ -108,7 +108,7 @@ def parts(folder: Path, simulated: bool) -> list[Part]:
             "F",
             "the sanitizers, and all without compiled kernels; not within the quarter of an hour",
             340,
-            Stage("sanitizers", module("F", "sanitizers"), 120, 20, takes_the_rest=True),
+            Stage("sanitizers", module("F", "sanitizers"), 120, 45, takes_the_rest=True),
             Stage(
                 "plain tests", tests(*(str(TESTS / "gpu" / name) for name in PLAIN)), 110, 40, {**on_device, **plain}
             ),

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from tests.gpu_run.models import gpt, gpt_124m
 from tests.gpu_run.program import Task, task
 from tests.gpu_run.training import IN_LESS_MEMORY, Step, contestant

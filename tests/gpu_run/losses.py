@@ -67,7 +67,7 @@ class Losses:
 
     def measure(self, who: str) -> None:
         """Train, and write how the loss fell. FP32 is with torch's defaults."""
-        start, losses = time.monotonic(), self._losses.setdefault(who, [])
+        start, losses = time.monotonic(), list[float]()
         every = 2 if self._task.tiny else AVERAGED
         with contestant(self._example, who, self._task.device) as step:
             recent = []
@@ -79,7 +79,8 @@ class Losses:
                     losses += torch.stack(recent).tolist()
                     recent.clear()
                     self._task.rows.add(self._example.name, who, step=i, loss=statistics.mean(losses[-every:]))
-        if not self._task.tiny:
+        self._losses[who] = losses
+        if not self._task.tiny and who != FLOAT32:
             self._seconds = max(self._seconds, time.monotonic() - start)
         if float32 := self._losses.get(FLOAT32):
             for one in self._losses if who == FLOAT32 else (who,):
@@ -90,7 +91,7 @@ class Losses:
     def _draw(self) -> None:
         """Draw means of successive losses beside the rows."""
         path = self._task.rows.path
-        if path is None or not self._losses:
+        if path is None:
             return
         try:
             from matplotlib.figure import Figure

@@ -150,7 +150,7 @@ else
 GPU_PYTHON := $(BIN)/python
 gpu: .venv/.extra-demo .venv/.extra-zoo
 endif
-gpu:  ## on a machine with a GPU: test and measure, PART=A, B, C or D, each within ten minutes; reports to OUT or build/gpu. GPU=simulator: tried out on the CPU
+gpu:  ## on a machine with a GPU: test and measure, PART=A to F, each within three minutes but F; reports to OUT or build/gpu. GPU=simulator: tried out on the CPU
 	$(GPU_PYTHON) -m tests.gpu_run --out $(or $(OUT),build/gpu) $(PART:%=--part %) $(if $(filter simulator,$(GPU)),--simulate) $(ARGS)
 
 # If torch, Python, GPU or sources differ from these, `make gpu` compiles.

@@ -84,6 +84,7 @@ AMP_HD float norm_of(CheckArgs const& args, double sum_squares) {
 struct StepArgs {
   Formula formula;
   bool narrow;                // true if a row has a remainder or narrow moments: a GPU then runs other kernels
+  bool adopts;                // true if a row adopts: so does LAMB's
   Row const* rows;
   void* const* gradients;     // [n_tensors]; null: the tensor is not stepped
   GradientForm const* forms;  // [n_tensors]

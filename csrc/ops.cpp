@@ -325,8 +325,8 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
               state1.type,
               streamed,
               adopts && weight.type == Type::float32 && copy.data && copy.type != Type::float32};
-    narrow_ |= is_remainder(row.copy_type) || row.state_type != Type::float32 ||
-               (formula == Formula::lamb && row.adopts);
+    narrow_ |= is_remainder(row.copy_type) || row.state_type != Type::float32;
+    adopts_ |= row.adopts;
   }
   if (device.is_cpu()) {
     coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes);
@@ -425,6 +425,7 @@ void StepTable::step(OptionalTensors const& gradients, std::string const& scaled
   StepArgs args{};
   args.formula = formula_;
   args.narrow = narrow_;
+  args.adopts = adopts_;
   args.n_tensors = int64_t(n);
   args.n_chunks = int64_t(chunking_->chunks.size());
   args.control = {pointer<float>(inv_scale), pointer<float>(found_inf), pointer<float>(norm), max_norm};

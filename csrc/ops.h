@@ -138,7 +138,7 @@ class StepTable {
   void check_memory(char const* op, OptionalTensors const* gradients) const;
 
   Formula formula_;
-  bool narrow_ = false;
+  bool narrow_ = false, adopts_ = false;
   OptionalTensors weights_, copies_, state1_, state2_;
   at::Tensor steps_;
   std::optional<at::Tensor> norms_;

@@ -32,10 +32,13 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-// Like update_share, but also adds to both sums. kNarrow: weights may have remainders, or adopt their copies.
-template <class Map, bool kNarrow>
+// Like update_share, but also adds to both sums. kAdopts: weights may adopt their copies. kNarrow: or have remainders.
+template <class Map, bool kAdopts, bool kNarrow>
 AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, int n,
-                              LambMoments::Coefficients const& c, Leaf& weights, Leaf& steps) {
+                              LambMoments::Coefficients const& c, LeafOf<Map::kShare>& weights,
+                              LeafOf<Map::kShare>& steps) {
+  using Raw = typename Map::Raw;
+  using Floats = typename Map::Floats;
   Raw const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
   Raw const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
   Raw const raw1 = Map::load(lists.state1, Type::float32, first, n);
@@ -44,14 +47,14 @@ AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, i
   Raw const raw_rest = is_split ? remainder_share<Map>(lists.copy, first, n) : Raw{};
   Floats const g = Map::widened(raw_gradient, lists.gradient.type);
   Floats w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
-  if (kNarrow && lists.adopts) {
+  if (kAdopts && lists.adopts) {
     adopt<Map>(lists.copy, first, n, w);
   }
   Floats s1 = Map::widened(raw1, Type::float32);
   Floats s2 = Map::widened(raw2, Type::float32);
   Floats u;
 #pragma unroll
-  for (int k = 0; k < kShare; ++k) {
+  for (int k = 0; k < Map::kShare; ++k) {
     u.at[k] = LambMoments::step(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
     // With eps = 0 the step of a missing element would be 0 / 0.
     u.at[k] = Map::kWhole || first + Map::position(k) < n ? u.at[k] : 0.0f;
@@ -59,11 +62,11 @@ AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, i
   Map::store(lists.state1, Type::float32, first, n, s1);
   Map::store(lists.state2, Type::float32, first, n, s2);
   Map::store(step, Type::float32, first, n, u);
-  weights.add(w);
-  steps.add(u);
+  weights.add_squares(w);
+  steps.add_squares(u);
 }
 
-template <bool kNarrow>
+template <int kShareOfThread, bool kAdopts, bool kNarrow>
 AMP_DEVICE void moments_chunk(StepArgs const& args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   if (is_skipped(args)) {
@@ -78,21 +81,22 @@ AMP_DEVICE void moments_chunk(StepArgs const& args) {
   int const n = elements_of(chunk.index, row.numel);
   Lists const lists(row, gradient, chunk.index);
   List const step(args.lamb_steps[chunk.tensor], Type::float32, chunk.index);
-  Leaf weights;
-  Leaf steps;
+  using Quads = QuadsOf<kShareOfThread>;
+  using Singles = SinglesOf<kShareOfThread>;
+  LeafOf<kShareOfThread> weights, steps;
   int first = 0;
   if (lists.gradient.has_quads() && lists.weight.has_quads() && lists.state1.has_quads() && lists.state2.has_quads() &&
-      step.has_quads() && (!kNarrow || lists.copy.has_quads())) {
+      step.has_quads() && (!kAdopts || lists.copy.has_quads())) {
 #pragma unroll 1
     for (; first + kStride <= n; first += kStride) {
-      moments_share<Quads, kNarrow>(lists, step, first, n, c, weights, steps);
+      moments_share<Quads, kAdopts, kNarrow>(lists, step, first, n, c, weights, steps);
     }
-    weights.hand_over<Quads, Singles>();
-    steps.hand_over<Quads, Singles>();
+    weights.template hand_over<Quads, Singles>();
+    steps.template hand_over<Quads, Singles>();
   }
 #pragma unroll 1
   for (; first < n; first += kStride) {
-    moments_share<Singles, kNarrow>(lists, step, first, n, c, weights, steps);
+    moments_share<Singles, kAdopts, kNarrow>(lists, step, first, n, c, weights, steps);
   }
   Partial const of_weight = weights.sum(Type::float32);
   Partial const of_step = steps.sum(Type::float32);
@@ -102,8 +106,18 @@ AMP_DEVICE void moments_chunk(StepArgs const& args) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 3) moments(StepArgs const args) { moments_chunk<false>(args); }
-__global__ void __launch_bounds__(kThreads, 2) narrow_moments(StepArgs const args) { moments_chunk<true>(args); }
+__global__ void __launch_bounds__(kUpdateThreads, 2) moments(StepArgs const args) {
+  moments_chunk<kUpdateShare, false, false>(args);
+}
+
+// To adopt takes more than the 64 registers that 1,024 threads have.
+__global__ void __launch_bounds__(kThreads, 3) adopting_moments(StepArgs const args) {
+  moments_chunk<kShare, true, false>(args);
+}
+
+__global__ void __launch_bounds__(kThreads, 2) narrow_moments(StepArgs const args) {
+  moments_chunk<kShare, true, true>(args);
+}
 
 // The first half of the blocks sums the weights, the second half sums the steps.
 __global__ void __launch_bounds__(kThreads) segments(StepArgs const args) {
@@ -166,7 +180,11 @@ void lamb(StepArgs const& args, cudaStream_t stream) {
     launch(gradient_norm, 1, kListThreads, stream, args);
   }
   launch(prepare, prepare_blocks(args), kPrepareThreads, stream, args);
-  launch(args.narrow ? narrow_moments : moments, args.n_chunks, kThreads, stream, args);
+  if (args.narrow || args.adopts) {
+    launch(args.narrow ? narrow_moments : adopting_moments, args.n_chunks, kThreads, stream, args);
+  } else {
+    launch(moments, args.n_chunks, kUpdateThreads, stream, args);
+  }
   launch(segments, 2 * ((args.n_chunks + kThreads - 1) / kThreads), kThreads, stream, args);
   launch(ratios, prepare_blocks(args), kPrepareThreads, stream, args);
   if (args.narrow) {

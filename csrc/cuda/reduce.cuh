@@ -58,75 +58,89 @@ AMP_DEVICE float* accumulators() {
   return all;
 }
 
-// The eight float accumulators of a thread, and the largest magnitude that the thread has seen. Each map gives elements
-// that are 2,048 apart to one thread, so with any map an accumulator adds its elements in the order of a leaf.
-struct Leaf {
-  Floats accumulator = {};
+// The float accumulators of a thread, eight or four, and the largest magnitude that the thread has seen. Each map gives
+// elements that are 2,048 apart to one thread, so with any map an accumulator adds its elements in the order of a leaf.
+template <int n>
+struct LeafOf {
+  static constexpr int kBlock = kStride / n;  // threads
+
+  FloatsOf<n> accumulator = {};
   uint32_t largest = 0;  // 16-bit types: maxima of the low and of the high halves of words, in the same halves
 
   // Missing elements must be 0, which changes nothing.
   template <class Map>
-  AMP_DEVICE void add(Raw const& raw, Floats const& x, Type type) {
+  AMP_DEVICE void add(RawOf<n> const& raw, FloatsOf<n> const& x, Type type) {
     add_squares(x);
     if (type == Type::float32) {
 #pragma unroll
-      for (int k = 0; k < kShare; ++k) {
+      for (int k = 0; k < n; ++k) {
         largest = Larger()(largest, raw.word[k] & 0x7fffffffu);
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < (Map::kWhole ? kShare / 2 : kShare); ++k) {
+      for (int k = 0; k < (Map::kWhole ? n / 2 : n); ++k) {
         largest = __vmaxu2(largest, raw.word[k] & 0x7fff7fffu);
       }
     }
   }
-  AMP_DEVICE void add(Floats const& x) {
-    add_squares(x);
+  AMP_DEVICE void add_squares(FloatsOf<n> const& x) {
 #pragma unroll
-    for (int k = 0; k < kShare; ++k) {
-      largest = Larger()(largest, bits_of(x.at[k]) & 0x7fffffffu);
+    for (int k = 0; k < n; ++k) {
+      accumulator.at[k] = fma(x.at[k], x.at[k], accumulator.at[k]);
     }
   }
 
   // Passes each accumulator to the thread that has it in map `To`. All threads must call this.
   template <class From, class To>
   AMP_DEVICE void hand_over() {
-    float* const all = accumulators();
-    __syncthreads();
+    float const* const all = shown<From>();
 #pragma unroll
-    for (int k = 0; k < kShare; ++k) {
-      all[From::position(k)] = accumulator.at[k];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kShare; ++k) {
+    for (int k = 0; k < n; ++k) {
       accumulator.at[k] = all[To::position(k)];
     }
   }
 
   // Returns the sums of the block's chunk to thread 0. Accumulators must be in map Singles. All threads must call this.
   AMP_DEVICE Partial sum(Type type) {
-    __shared__ double sums[kThreads / 32];
-    __shared__ uint32_t magnitudes[kThreads / 32];
-    hand_over<Singles, Octets>();
+    __shared__ double sums[kBlock / 32];
+    __shared__ uint32_t magnitudes[kBlock / 32];
+    float const* const all = shown<SinglesOf<n>>();
+    // Threads behind the lanes add 0, which changes no sum of squares.
+    double lane = 0.0;
+    if (kBlock == kLanes || threadIdx.x < kLanes) {
+      Floats slots;
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        slots.at[k] = all[int(threadIdx.x) * kSlots + k];
+      }
+      lane = lane_sum(slots.at);
+    }
     uint32_t magnitude = largest;
     if (type != Type::float32) {
       magnitude = Larger()(magnitude & 0xffffu, magnitude >> 16);
     }
-    double const squares = reduced_by_block<kThreads>(lane_sum(accumulator.at), sums, Add());
-    magnitude = reduced_by_block<kThreads>(magnitude, magnitudes, Larger());
+    double const squares = reduced_by_block<kBlock>(lane, sums, Add());
+    magnitude = reduced_by_block<kBlock>(magnitude, magnitudes, Larger());
     // Bits of magnitudes of one type are ordered like their values.
     return {squares, amp_engine::widened(magnitude, type), magnitude >= infinity_bits(type)};
   }
 
  private:
-  AMP_DEVICE void add_squares(Floats const& x) {
+  // Shows its accumulators, which are in map `From`, to all threads, in the order of a leaf.
+  template <class From>
+  AMP_DEVICE float const* shown() {
+    float* const all = accumulators();
+    __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kShare; ++k) {
-      accumulator.at[k] = fma(x.at[k], x.at[k], accumulator.at[k]);
+    for (int k = 0; k < n; ++k) {
+      all[From::position(k)] = accumulator.at[k];
     }
+    __syncthreads();
+    return all;
   }
 };
+
+using Leaf = LeafOf<kShare>;
 
 // Adds the leaves of each segment into its first leaf. Each thread has one chunk. A warp sums the segments that begin
 // at its chunks one after the other. It skips segments of one leaf, which need no sum. `leaves_of(t)` is the number of

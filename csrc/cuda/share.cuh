@@ -10,11 +10,11 @@ constexpr int kStride = 2048;  // distance from one share of a thread to its nex
 
 constexpr uint32_t kWarp = 0xffffffffu;
 
-// Threads of a block that sums: the lanes of math/reduction.h.
+// Threads of a block that checks or steps in a narrow form: the lanes of math/reduction.h.
 constexpr int kThreads = 256;
 constexpr int kShare = kStride / kThreads;
 
-// Threads of a block that updates without a sum. On an H200 two such blocks per multiprocessor reach 94 % of a copy's
+// Threads of a block that steps otherwise. On an H200 two such blocks per multiprocessor reach 94 % of a copy's
 // bandwidth, three reach 92 %, and four blocks of 256 threads with shares of eight reach 90 %, as if memory preferred
 // fewer places at a time (docs/gpu.md).
 constexpr int kUpdateThreads = 512;
@@ -270,11 +270,6 @@ struct SinglesOf {
 
 using Quads = QuadsOf<kShare>;
 using Singles = SinglesOf<kShare>;
-
-// The lanes of math/reduction.h: elements 8 t ... 8 t + 7. Only for accumulators.
-struct Octets {
-  static AMP_DEVICE int position(int k) { return int(threadIdx.x) * kShare + k; }
-};
 
 AMP_DEVICE int elements_of(uint32_t chunk, int64_t numel) {
   int64_t const left = numel - int64_t(chunk) * kChunk;

@@ -29,10 +29,10 @@ ARCHITECTURES = ("sm_80", "sm_90")
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-I", str(FOLDER.parent)]
 
 # For kernels that visit every element: the threads of a block, and the resident blocks that each is designed for.
-THREADS = dict.fromkeys(("apply", "update"), 512)
+THREADS = dict.fromkeys(("apply", "update", "moments"), 512)
 OTHER_THREADS = 256  # in blocks that sum
 BLOCKS = {
-    **{"map<Check>": 5, "map": 4, "apply": 2, "update": 2, "moments": 3},
+    **{"map<Check>": 5, "map": 4, "apply": 2, "update": 2, "moments": 2, "adopting_moments": 3},
     **{"narrow": 3, "narrow_apply": 3, "narrow_moments": 2},
 }
 REGISTERS = 65536  # per multiprocessor

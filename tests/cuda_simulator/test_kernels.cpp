@@ -340,7 +340,7 @@ struct Stepped {
 struct StepCase {
   Formula formula;
   std::vector<Tensor> gradients, weights, copies, states1, states2;
-  std::vector<bool> present, has_copy, scaled;
+  std::vector<bool> present, has_copy, adopts, scaled;
   std::vector<uint32_t> group_of;
   std::vector<Group> groups;
   std::vector<float> steps, norms, largest;
@@ -369,7 +369,7 @@ struct StepCase {
     std::vector<GradientForm> forms(n);
     std::vector<float*> lamb_steps(n);
     std::vector<Tensor> scratch;
-    bool is_narrow = false;
+    bool is_narrow = false, has_adopted = false;
     for (size_t t = 0; t < n; ++t) {
       rows[t] = Row{.weight = r.weights[t].data(),
                  .state1 = has_state1 ? r.states1[t].data() : nullptr,
@@ -381,7 +381,9 @@ struct StepCase {
                  .copy_type = copies[t].type,
                  .first_chunk = first[t],
                  .n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk),
-                 .state_type = states1[t].type};
+                 .state_type = states1[t].type,
+                 .adopts = adopts[t]};
+      has_adopted |= adopts[t];
       is_narrow |= is_remainder(copies[t].type) || states1[t].type != Type::float32;
       taken[t] = present[t] ? gradients[t].data() : nullptr;
       forms[t] = {gradients[t].type, scaled[t]};
@@ -392,6 +394,7 @@ struct StepCase {
     std::vector<Partial> partials(2 * chunks.size() + 1);
     backend(StepArgs{.formula = formula,
                      .narrow = is_narrow,
+                     .adopts = has_adopted,
                      .rows = rows.data(),
                      .gradients = taken.data(),
                      .forms = forms.data(),
@@ -487,6 +490,9 @@ void test_steps() {
       }
       c.present.push_back(!chance(5));
       c.has_copy.push_back(is_split || chance(2));
+      bool const is_master =
+          c.weights.back().type == Type::float32 && (copy == Type::float16 || copy == Type::bfloat16);
+      c.adopts.push_back(is_master && c.has_copy.back() && chance(2));
       c.scaled.push_back(chance(2));
       c.group_of.push_back(uint32_t(random_bits() % 2));
       c.steps.push_back(float(random_bits() % 4 * 100));
@@ -533,6 +539,7 @@ void test_each_element_is_visited_once() {
       c.states1.emplace_back(Type::float32, numel, 0);
       c.states2.emplace_back(Type::float32, numel, 0);
       c.present = c.has_copy = c.scaled = {true};
+      c.adopts = {false};
       c.group_of = {0};
       Group group;
       std::memset(&group, 0, sizeof group);
@@ -610,6 +617,7 @@ void test_warps_touch_whole_sectors() {
         c.states1.push_back(Tensor(Type::float32, kChunk, offset).fill(0.0f, 1.0f));
         c.states2.push_back(Tensor(Type::float32, kChunk, offset).fill(0.0f, 1.0f));
         c.present = c.has_copy = c.scaled = {true};
+        c.adopts = {false};
         c.group_of = {0};
         c.groups = {any_group(c.formula, true, nullptr)};
         c.steps = c.norms = c.largest = {1.0f};

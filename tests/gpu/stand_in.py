@@ -112,6 +112,10 @@ def mem_get_info() -> tuple[int, int]:
     return 1 << 30, 1 << 30
 
 
+def set_per_process_memory_fraction(fraction: float) -> None:
+    pass
+
+
 def empty_cache() -> None:
     pass
 

@@ -1,9 +1,9 @@
-"""The program of `make gpu`: four parts, each within ten minutes on a machine with a GPU (tests/gpu_run/parts.py).
+"""The program of `make gpu`: parts, each within three minutes on a machine with a GPU (tests/gpu_run/parts.py).
 
 Stages run whatever became of those before them, each for so long at most; the status is 1 at the end if one of them
-failed. In the folder --out: A.log has what part A prints, A.jsonl each result as it comes, A.clocks.csv the GPU's
-clocks, A.json what became of the stages, gpu.md all parts that lie there as tables. All of it is whole after each
-stage, whatever ends the run. `--simulate` goes through the same stages on a machine without a GPU, tiny, on the CPU,
+failed. The first part of a run builds. In the folder --out: A.log has what part A prints, A.jsonl each result as it
+comes, A.json what became of the stages, gpu.md all parts that lie there as tables. All of it is whole after each stage,
+whatever ends the run. `--simulate` goes through the same stages on a machine without a GPU, tiny, on the CPU,
 which stands in for one: tests/gpu/stand_in.py has the functions of torch.cuda.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.gpu_run.machine import Clocks, about
 from tests.gpu_run.page import write_page
-from tests.gpu_run.parts import Part, parts
+from tests.gpu_run.parts import Part, parts, plan
 from tests.gpu_run.report import Report
 from tests.gpu_run.stages import OK, Stage, run_all
 
@@ -31,12 +31,12 @@ def chosen(every: list[Part], args: argparse.Namespace) -> list[Part]:
     for name in (*args.only, *instead):
         if name not in names:
             raise SystemExit(f"there is no stage {name!r}: {', '.join(sorted(names))}")
-    wanted = []
+    wanted: list[Part] = []
     for part in every:
         stages = tuple(
             replace(stage, command=[sys.executable, "-c", instead[stage.name]]) if stage.name in instead else stage
             for stage in part.stages
-            if not args.only or stage.name in args.only
+            if (not args.only or stage.name in args.only) and not (wanted and stage.apart)
         )
         if stages and part.name in (args.part or part.name):
             wanted.append(replace(part, stages=stages))
@@ -46,8 +46,7 @@ def chosen(every: list[Part], args: argparse.Namespace) -> list[Part]:
 def run(part: Part, folder: Path, machine: dict[str, str]) -> bool:
     """Run a part and report. Whether all of its stages ended well."""
     start = time.monotonic()
-    log, clocks_file = folder / f"{part.name}.log", folder / f"{part.name}.clocks.csv"
-    clocks = Clocks(clocks_file)
+    log, clocks = folder / f"{part.name}.log", Clocks()
     report = Report(folder, part, machine)
 
     def write() -> None:
@@ -58,7 +57,7 @@ def run(part: Part, folder: Path, machine: dict[str, str]) -> bool:
         clocks.stage = stage.name
 
     environment = {"PYTHONUNBUFFERED": "1", "COMMIT": machine["commit"]}
-    for path in (log, clocks_file, report.rows_file):
+    for path in (log, report.rows_file):
         path.unlink(missing_ok=True)
     write()
     try:
@@ -78,7 +77,8 @@ def main() -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_run", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for logs and reports")
-    parser.add_argument("--part", default="", help="A, B, C or D, or several, as AB; default: all")
+    parser.add_argument("--part", default="", help="A to F, or several, as AB; default: all")
+    parser.add_argument("--plan", action="store_true", help="say which parts there are, and their seconds")
     parser.add_argument("--simulate", action="store_true", help="on a machine without a GPU: try the stages out")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="stages, with commas in between")
     parser.add_argument(
@@ -88,7 +88,9 @@ def main() -> None:
     folder = args.out.resolve()
     every = parts(folder, args.simulate)
     if unknown := set(args.part) - {part.name for part in every}:
-        raise SystemExit(f"there is no part {', '.join(sorted(unknown))}: there are A, B, C, D")
+        raise SystemExit(f"there is no part {', '.join(sorted(unknown))}: there are A to F")
+    if args.plan:
+        return print(plan(every))
     wanted = chosen(every, args)
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running stage is ended

@@ -21,6 +21,7 @@ from tests.gpu_run.steps import Shape, ours
 from tests.gpu_run.timing import counts
 
 MOST = 12  # names of calls in a row
+HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 
 
 class Host:
@@ -33,8 +34,8 @@ class Host:
         """Names, seconds that they need, and functions."""
         tiny = self._task.tiny
         for count in (3,) if tiny else (300, 10_000):
-            for level in ("O2",) if tiny else ("O2", "O1"):
-                for side in (False, True):
+            for side in (False, True):
+                for level in ("O2",) if tiny else ("O5", "O2", "O1"):
                     name = f"{level}, {count:,} tensors, {'a side stream' if side else 'the default stream'}"
                     yield name, count / 700, partial(self.measure, name, level, count, side)
 
@@ -45,7 +46,7 @@ class Host:
             times = medians(level, count, 2 if self._task.tiny else 22, device)
             with ExitStack() as stack:
                 shape = Shape(count, 64, device)
-                step = ours(stack, shape, level, shape.random(torch.float32 if level == "O1" else torch.float16))
+                step = ours(stack, shape, level, shape.random(HALF.get(level, torch.float32)))
                 for _ in range(3):
                     step()
                 calls = calls_of(step, device)

@@ -10,14 +10,13 @@ import shutil
 import statistics
 import subprocess
 import threading
-from pathlib import Path
 
 from tests.gpu_run.report import Row
 
 COLUMNS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # newer and older drivers
-PROGRAMS = ("make", "g++", "nvcc", "ncu", "compute-sanitizer")
-PACKAGES = ("timm", "transformers", "pytest", "setuptools", "ninja", "numpy", "triton")
+PROGRAMS = ("make", "g++", "nvcc", "compute-sanitizer")
+PACKAGES = ("timm", "transformers", "flashoptim", "transformer_engine", "pytest", "setuptools", "numpy", "triton")
 IDLE = 0x1  # of the reasons: no work
 
 
@@ -51,12 +50,9 @@ def about() -> dict[str, str]:
 
 
 class Clocks:
-    """Asks for clocks, power and what throttles every second, for the stage that runs; nothing where that is refused.
+    """Asks for clocks, power and what throttles every second, for the stage that runs, unless that is refused."""
 
-    The samples are written to `path` as they come.
-    """
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         self.stage = ""
         self._samples: dict[str, list[list[str]]] = {}
         self._process: subprocess.Popen[str] | None = None
@@ -65,17 +61,14 @@ class Clocks:
             return
         command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0", "-l", "1"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        path.write_text(",".join(("stage", *names)) + "\n")
-        self._reader = threading.Thread(target=self._read, args=(path,), daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def _read(self, path: Path) -> None:
+    def _read(self) -> None:
         assert self._process
         assert self._process.stdout
-        with path.open("a") as file, self._process.stdout as lines:
+        with self._process.stdout as lines:
             for line in lines:
-                file.write(f"{self.stage},{line}")
-                file.flush()
                 self._samples.setdefault(self.stage, []).append([part.strip() for part in line.split(",")])
 
     def close(self) -> None:

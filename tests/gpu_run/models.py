@@ -1,6 +1,6 @@
-"""The models that are trained end to end, with the shapes of their batches: BERT of transformers, ResNet-50 of timm.
+"""The models that are trained, with the shapes of their batches: GPT, BERT of transformers, ResNet-50 of timm.
 
-Weights are random. Where transformers is missing, GPT of examples/demo is trained instead, which needs torch alone.
+Weights are random. GPT is that of examples/demo, which needs torch alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from examples.demo.models import GPT
 
+VOCABULARY, TINY = 50_304, 64  # of GPT; of a tiny one
+
 
 class Logits(nn.Module):
     """A model of transformers, token ids [N, T] -> logits [N, T, vocabulary]."""
@@ -24,19 +26,6 @@ class Logits(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.model(input_ids=ids).logits
-
-
-class LanguageLSTM(nn.Module):
-    """Token ids [N, T] -> logits [N, T, vocabulary]."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(ids))[0])
 
 
 @dataclass(frozen=True)
@@ -51,6 +40,7 @@ class Example:
         batch: inputs and targets.
         block: the kind of its equal parts, which are compiled, or are units of FSDP2, each by itself.
         lr: with which it is trained.
+        clips: whether gradients are clipped.
     """
 
     name: str
@@ -60,6 +50,7 @@ class Example:
     batch: Callable[[torch.device], tuple[Tensor, Tensor]]
     block: type[nn.Module] | None = None
     lr: float = 1e-4
+    clips: bool = True
 
 
 def texts(vocabulary: int, n: int, length: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]:
@@ -85,17 +76,30 @@ def images(n: int, size: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]
 def gpt(name: str, vocabulary: int, width: int, layers: int, n: int, length: int, heads: int) -> Example:
     """GPT on `n` texts."""
     block = type(GPT(2, 2, 1, 4, 1).blocks[0])
-    make = lambda: GPT(vocabulary, width, layers, length, heads)  # noqa: E731
+    make = lambda: GPT(vocabulary, length, layers, width, heads)  # noqa: E731
     return Example(name, "tokens", n * length, make, texts(vocabulary, n, length), block)
 
 
+def gpt_124m(n: int, tiny: bool) -> Example:
+    """GPT of 124 million parameters on `n` texts, or a tiny one."""
+    if tiny:
+        return gpt("GPT", TINY, 8, 2, n=2, length=8, heads=2)
+    return gpt(f"GPT, 124M parameters, {n} x 1024 tokens", VOCABULARY, 768, 12, n=n, length=1024, heads=12)
+
+
 def bert(tiny: bool) -> Example:
-    """BERT-base, or a tiny one."""
-    from transformers import BertConfig, BertForMaskedLM
+    """BERT-base, or a tiny one.
+
+    While a stream is captured transformers gives torch's attention a mask of ones, which flash attention and cuDNN's do
+    not take. An attention of another name gets no mask.
+    """
+    from transformers import AttentionInterface, BertConfig, BertForMaskedLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.bert.modeling_bert import BertLayer
 
+    AttentionInterface.register("unmasked", sdpa_attention_forward)
     small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(vocab_size=100, **small) if tiny else BertConfig()
+    config = BertConfig(attn_implementation="unmasked", **({"vocab_size": 100, **small} if tiny else {}))
     n, length = (2, 8) if tiny else (32, 512)
     name = "BERT, 2 x 8 tokens" if tiny else "BERT-base, 110M parameters, 32 x 512 tokens"
     make = lambda: Logits(BertForMaskedLM(config))  # noqa: E731
@@ -111,17 +115,9 @@ def resnet(tiny: bool) -> Example:
 
 
 def examples(tiny: bool) -> Iterator[Example]:
-    """A transformer, ResNet where timm is, an LSTM."""
+    """BERT where transformers is, GPT, ResNet where timm is."""
     if find_spec("transformers"):
         yield bert(tiny)
-    elif tiny:
-        yield gpt("GPT", 32, 8, 2, n=2, length=8, heads=2)
-    else:
-        yield gpt("GPT, 354M parameters, 8 x 1024 tokens", 50_304, 1024, 24, n=8, length=1024, heads=16)
+    yield gpt_124m(16, tiny)
     if find_spec("timm"):
         yield resnet(tiny)
-    if tiny:
-        yield Example("LSTM", "tokens", 16, lambda: LanguageLSTM(32, 8, 1), texts(32, 2, 8))
-    else:
-        make, batch = lambda: LanguageLSTM(32_000, 1024, 2), texts(32_000, 64, 128)
-        yield Example("LSTM, 2 layers of 1024, 64 x 128 tokens", "tokens", 64 * 128, make, batch)

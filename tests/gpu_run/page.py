@@ -33,7 +33,10 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.rglob("*.json")):
         rows = read_rows(path.with_suffix(".jsonl"))
-        found.append({**json.loads(path.read_text()), "rows": rows, "path": path.relative_to(folder.parent)})
+        picture = path.with_suffix(".png")
+        drawn = picture.relative_to(folder) if picture.exists() else None
+        report = {"rows": rows, "path": path.relative_to(folder.parent), "picture": drawn}
+        found.append({**json.loads(path.read_text()), **report})
     return sorted(found, key=lambda report: (report["about"]["date"], report["part"]))
 
 
@@ -80,6 +83,8 @@ def _blocks(report: dict[str, Any]) -> Iterator[str]:
     for stage in dict.fromkeys(row["stage"] for row in rows):
         yield f"**{stage}**"
         yield table([{k: v for k, v in row.items() if k != "stage"} for row in rows if row["stage"] == stage])
+    if report["picture"]:
+        yield f"![{report['about_part']}]({report['picture']})"
     for stage in report["stages"]:
         if stage.get("tail"):
             yield f"**{stage['stage']} {stage['outcome']}**"

@@ -21,7 +21,7 @@ FORMATS = {
     "gb_per_s": "{:.0f}",
     "per_s": "{:,.0f}",
     "bytes_a_parameter": "{:.0f}",
-    "peak_gb": "{:.2f}",
+    **dict.fromkeys(("peak_gb", "host_gb"), "{:.2f}"),
     "seconds": "{:.0f}",
     **dict.fromkeys(("enter_us", "exit_us", "clip_us", "step_us", "total_us"), "{:,.0f}"),
 }
@@ -31,7 +31,7 @@ class Rows:
     """Appends rows to a file, so that a stage that is cut short keeps what it has."""
 
     def __init__(self, path: Path | None, stage: str) -> None:
-        self._path, self._stage = path, stage
+        self.path, self._stage = path, stage
 
     def add(self, case: str, what: str, **numbers: Any) -> None:
         """Add one row. Numbers that are None are left out."""
@@ -39,8 +39,8 @@ class Rows:
         row |= {name: value for name, value in numbers.items() if value is not None}
         shown = "  ".join(f"{name} {cell(name, row[name])}" for name in list(row)[3:])
         print(f"{case:34} {what:44} {shown}", flush=True)
-        if self._path:
-            with self._path.open("a") as file:
+        if self.path:
+            with self.path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 

@@ -28,17 +28,26 @@ def values(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0
     return torch.ones(numel + offset, dtype=dtype, device=device)[offset:].mul_(0.5)
 
 
-def step(kind: str, device: torch.device) -> None:
+FORMS = ("", "adopting", "split")  # split: bfloat16 weights with remainders; moments of Adam and SGD are bfloat16, too
+
+
+def step(kind: str, form: str, device: torch.device) -> None:
     """Take two steps of one formula over all sizes, types and alignments."""
+    split = form == "split"
     mixed = list(product(SIZES, kernels.FLOATS, (0, 1)))
     gradients = [values(n, dtype, device, offset) for n, dtype, offset in mixed]
-    weights = [values(n, torch.float32, device, offset) for n, _, offset in mixed]
+    weights = [values(n, torch.bfloat16 if split else torch.float32, device, offset) for n, _, offset in mixed]
     copies = [None if i % 3 == 0 else values(n, HALVES[i % 2], device, i % 2) for i, (n, _, _) in enumerate(mixed)]
-    states = [[values(n, torch.float32, device) for n, _, _ in mixed] for _ in range(2)]
+    if split:
+        rests = kernels.REMAINDERS
+        copies = [torch.zeros(n, dtype=rests[i % 2], device=device) for i, (n, _, _) in enumerate(mixed)]
+    state = torch.bfloat16 if split and kind in ("adam", "sgd") else torch.float32
+    states = [[values(n, state, device) for n, _, _ in mixed] for _ in range(2)]
     steps = torch.zeros(len(mixed), device=device)
     state2 = states[1] if kind in ("adam", "lamb") else [None] * len(mixed)
     norms = torch.zeros(len(mixed), device=device) if kind == "novograd" else None
-    table = kernels.step_table(kind, weights, copies, states[0], state2, [0] * len(mixed), steps, norms)
+    adopts = form == "adopting"
+    table = kernels.step_table(kind, weights, copies, states[0], state2, [0] * len(mixed), steps, norms, adopts)
     inv_scale, norm = torch.full((), 0.25, device=device), torch.full((), 3.0, device=device)
     for found_inf in (0.0, 0.0, 1.0):
         keywords = {"inv_scale": inv_scale, "norm": norm, "found_inf": torch.full((), found_inf, device=device)}
@@ -69,9 +78,9 @@ def main() -> None:
     device = task("tests.gpu_run.small", __doc__).device
     lists(device)
     print("lists", flush=True)
-    for kind in FORMULAS:
-        step(kind, device)
-        print(kind, flush=True)
+    for kind, form in product(FORMULAS, FORMS):
+        step(kind, form, device)
+        print(kind, form, flush=True)
 
 
 if __name__ == "__main__":

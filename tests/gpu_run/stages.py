@@ -28,15 +28,19 @@ class Stage:
         name: one word.
         command: what is run, in the root of the repository.
         limit: seconds.
+        expected: seconds that it takes on an H200.
         environment: what is set besides.
         takes_the_rest: whether it is also given the time that earlier stages left.
+        apart: whether its time is not shared with the others.
     """
 
     name: str
     command: Sequence[str]
     limit: float
+    expected: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     takes_the_rest: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,5 +145,9 @@ def run_all(
         left = planned - (time.monotonic() - start)
         limit = max(stage.limit / 2, stage.limit + left) if stage.takes_the_rest else stage.limit
         before(stage)
-        yield run(stage, limit, log, environment)
-        planned += stage.limit
+        outcome = run(stage, limit, log, environment)
+        yield outcome
+        if stage.apart:
+            start += outcome.seconds
+        else:
+            planned += stage.limit

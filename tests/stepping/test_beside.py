@@ -236,6 +236,26 @@ def test_a_half_parameter_in_two_optimizers_is_refused_by_name(pair: Pair) -> No
     pair.step()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_and_moments_begin_at_multiples_of_16_bytes_as_the_kernels_want_them(level: str) -> None:
+    """The weights are views of a flat buffer, one behind the other, as those of an LSTM on a GPU."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    numbers = [p.numel() for p in model.parameters()]
+    for p, view in zip(model.parameters(), torch.randn(sum(numbers)).split(numbers), strict=True):
+        p.data = view.view_as(p)
+    values = [p.detach().clone() for p in model.parameters()]
+    assert [p.data_ptr() % 16 for p in model.parameters()] == [0, 12, 0, 12]
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    masters = list(amp.master_params(optimizer))
+    assert all(map(torch.equal, masters, values))
+    backward(model(torch.ones(2, 3)).sum(), optimizer)
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 8
+    assert {t.data_ptr() % 16 for t in (*masters, *moments, *model.parameters())} == {0}
+
+
 def test_close_gives_the_exact_master_to_the_model(pair: Pair) -> None:
     amp.close()
     assert pair.param.dtype == torch.float32

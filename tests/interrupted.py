@@ -32,13 +32,23 @@ from tests.models import NORMED_MLP
 from tests.support import started, train
 
 ROOT = Path(__file__).parent.parent
+
+
+def adamw(params: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
+
+
+def rmsprop(params: Any) -> torch.optim.RMSprop:
+    return torch.optim.RMSprop(params, lr=1e-3, momentum=0.9)
+
+
 SEVEN_BYTES = {"opt_level": "O5", "master_weights": "24bit", "moment_dtype": "8bit"}
 FORMS: dict[str, dict[str, Any]] = {
     "O2": {"opt_level": "O2"},
     "seven bytes": SEVEN_BYTES,
     "released gradients": {**SEVEN_BYTES, "release_gradients": True},
     "masters on the CPU": {"opt_level": "O5", "masters_on": "cpu", "moment_dtype": "8bit"},
-    "24 bits, the class's step": {"opt_level": "O5", "master_weights": "24bit"},
+    "24 bits, the class's step": {"opt_level": "O5", "master_weights": "24bit", "make": rmsprop},
 }
 
 
@@ -102,20 +112,11 @@ def feed(found: Any, value: Any) -> None:
         found.update(repr(value).encode())
 
 
-def adamw(params: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
-
-
-def rmsprop(params: Any) -> torch.optim.RMSprop:
-    return torch.optim.RMSprop(params, lr=1e-3, momentum=0.9)
-
-
 def run(order: Order, say: Any, watch: AbstractContextManager[None]) -> None:
     """Resume, train, save after each step; an overflow now and then moves the scale, or leaves parameters out."""
     options = dict(FORMS[order.form])
-    make = rmsprop if "class" in order.form else adamw
     seed = 77 if os.path.exists(order.path) else 0
-    model, optimizer = started(options.pop("opt_level"), make, seed=seed, **options)
+    model, optimizer = started(options.pop("opt_level"), options.pop("make", adamw), seed=seed, **options)
     step = 0
     if os.path.exists(order.path):
         step = amp.load(order.path, model=model, optimizer=optimizer)["step"]

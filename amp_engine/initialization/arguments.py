@@ -326,7 +326,7 @@ def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch
             "no second moments below 6e-8.  Use one of the three."
         )
     is_split, is_narrow = policy.master_weights in SPLIT, moments is not torch.float32
-    asked = f"moment_dtype={'8bit' if moments is CODES else moments}"
+    asked = 'moment_dtype="8bit"' if moments is CODES else f"moment_dtype={moments}"
     for optimizer in optimizers:
         name, rule = type(optimizer).__name__, rule_of(optimizer)
         if (is_split or is_narrow) and steps_shards(optimizer):
@@ -337,11 +337,16 @@ def check_narrow(optimizers: Sequence[Optimizer], policy: Policy, moments: torch
             )
         if not is_narrow:
             continue
-        if rule is None or rule.formula not in ("adam", "sgd") or not all(map(rule.supports, optimizer.param_groups)):
+        if rule is None or rule.formula not in ("adam", "sgd"):
             raise AmpStateError(
-                f"{asked} was given with a {name}, but narrow moments are those of torch.optim's AdamW, Adam (without "
-                "amsgrad) and SGD, and of FusedAdam and FusedSGD.  Use one of these, or leave it out: "
-                'master_weights="split" and "24bit" take every optimizer.'
+                f"{asked} was given with a {name}, but only torch.optim's Adam, AdamW and SGD, FusedAdam and FusedSGD "
+                'keep narrow moments.  Use one of these, or leave it out: master_weights="split" and "24bit" take '
+                "every optimizer."
+            )
+        if not all(map(rule.supports, optimizer.param_groups)):
+            raise AmpStateError(
+                f"{asked} was given with {name} as the kernels cannot step it: with amsgrad, differentiable, or betas "
+                f"that are tensors.  Leave that out, or {asked}."
             )
         is_half = policy.cast_model_type in LOW_PRECISION and not policy.master_weights
         if is_half and not isinstance(optimizer, FusedOptimizer):

@@ -38,7 +38,7 @@ from amp_engine.levels.policy import Skips
 from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import release_fused_step
-from amp_engine.optimizers.rules import Rule, rule_of
+from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping import exact_state
@@ -195,11 +195,7 @@ class Initialized:
             devices = {p.device for p in record.columns.params}
             if masters or is_active:
                 is_by_kernels = is_known and not any(map(missing, devices))
-                each = (
-                    _bytes_of_state(record, rule, request.moment_dtype)
-                    if rule is not None and is_known and masters
-                    else 0.0
-                )
+                each = _bytes_of_state(record, request.moment_dtype) if is_known and masters else 0.0
                 yield report.steps(type(optimizer).__name__, masters, is_by_kernels, record.releases, each)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any]) -> None:
@@ -490,7 +486,7 @@ class Initialized:
             stash.put_on(optimizer, record, self.records, hook)
             needs_kernels = request.moment_dtype is not torch.float32 or request.releases or request.on_host
             if split is not None or needs_kernels:
-                record.keep_moments_in(request.moment_dtype, needs_kernels)
+                record.use_kernels(request.moment_dtype, needs_kernels)
             if request.on_host:
                 hook.step_on_host()
             if request.releases:
@@ -568,14 +564,20 @@ def _counted(record: Record) -> str:
     return f"{count} {kind.plural}" if count and kind is not None else ""
 
 
-def _bytes_of_state(record: Record, rule: Rule, moment_dtype: torch.dtype) -> float:
-    """Return the bytes a parameter of weights, of what lies beside them, and of moments; 0.0 for masters on the CPU."""
+def _bytes_of_state(record: Record, moment_dtype: torch.dtype) -> float:
+    """Return the bytes a parameter of weights, of what lies beside them, and of moments.
+
+    0.0 for masters on the CPU, and for a class that the kernels do not know.
+    """
     columns, elements, found = record.columns, 0, 0.0
-    if record.rows.kind is HostMaster:
+    rule = rule_of(record.optimizer)
+    if record.rows.kind is HostMaster or rule is None:
         return 0.0
     groups = [group for group in record.optimizer.param_groups for _ in group["params"]]
     for param, one, group in zip(columns.params, columns.beside, groups, strict=True):
-        moments = rule.needs_state1(group) + (rule.state2 is not None and not rule.keeps_norm)
+        moments = (
+            rule.needs_state1(group) + (rule.state2 is not None and not rule.keeps_norm) if param.requires_grad else 0
+        )
         of_moment = size_in_blocks(param.numel()) if moment_dtype is CODES else param.numel() * moment_dtype.itemsize
         beside = () if one is None else (one.stepped, one.copy)
         elements += param.numel()

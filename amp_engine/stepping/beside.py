@@ -136,7 +136,8 @@ class Master(Beside):
     Where the parameter has gaps in memory, the master has none.
 
     Args:
-        value_f32: becomes the master's memory if it is float32. None: the master is the parameter, widened.
+        value_f32: becomes the master's memory if it is float32, and `laid_out_as` returns it. None: the master is the
+            parameter, widened.
     """
 
     __slots__ = ("weight",)
@@ -248,6 +249,8 @@ class Remainder(Beside):
         """Return the master. After a write through `.data` it keeps the old remainder, below half a bfloat16 unit."""
         if self.weight is not None and self.is_wide:  # a step of the class's own was interrupted
             return self.weight.detach().clone()
+        if self.param.dtype is not torch.bfloat16:  # model.float() was called
+            return self.param.detach().to(torch.float32, copy=True)
         return followed(halves.joined(self.param, self.bits), self.param.detach())
 
     def take(self, value_f32: Tensor) -> None:
@@ -266,10 +269,14 @@ class Remainder(Beside):
     def _remainder(self, value_f32: Tensor) -> Tensor:
         return halves.split(value_f32)[1]
 
+    def check_can_widen(self) -> None:
+        """Raise AmpStateError if other code gave the parameter another type, or gaps in memory."""
+        _check_can_split(self.param)
+
     @property
     def is_wide(self) -> bool:
         """True if `weight` is the master."""
-        return self.weight is not None and self.weight.numel() == self.param.numel()
+        return self.weight is not None and self.weight.shape == self.param.shape
 
     @torch.no_grad()
     def widen(self) -> nn.Parameter:
@@ -295,14 +302,13 @@ class Remainder(Beside):
         weight = self.weight
         if weight is None or not self.is_wide:
             return
-        self._take_gradient(weight.grad)
-        weight.grad = None
         self._renew()
         value = laid_out_as(self.param, weight.detach())
         for first, of_value, of_param, of_bits in _blocks(value, self.param.detach(), self.bits):
             rounded, bits = self._rounded(of_value, step, first)
             of_param.copy_(rounded)
             of_bits.copy_(bits)
+        self._take_gradient(weight.grad)
         self.mark()
         self.free()
 
@@ -314,7 +320,7 @@ class Remainder(Beside):
     def _take_gradient(self, wide: Tensor | None) -> None:
         own = self.param.grad
         if own is None or wide is None:
-            self.param.grad = None if wide is None else wide.to(self.param.dtype)
+            self.param.grad = None if wide is None else wide.to(self.param.grad_dtype or self.param.dtype)
         elif own is not wide:
             try:
                 own.copy_(wide)

@@ -880,8 +880,12 @@ class Record:
 
     # The end of a step.
 
-    def keep_moments_in(self, moment_dtype: torch.dtype, needs_kernels: bool) -> None:
-        """Have the kernels keep moments in `moment_dtype`, and a count of steps where they round by chance."""
+    def use_kernels(self, moment_dtype: torch.dtype, needs_kernels: bool) -> None:
+        """Have the kernels keep moments in `moment_dtype`, and a count of steps where they round by chance.
+
+        Args:
+            needs_kernels: True if they must do each step.
+        """
         self.needs_kernels = needs_kernels
         rounds_by_chance = moment_dtype is not torch.float32 or self.rows.kind is Remainder24
         if (fused := fused_step_of(self.optimizer)) is not None:

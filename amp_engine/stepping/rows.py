@@ -28,7 +28,7 @@ from amp_engine.stepping.beside import (
 from amp_engine.stepping.exact import Exact, discard_exact, exact_of, exact_value
 from amp_engine.stepping.half_weights import HalfWeights
 
-# A step of a class that the kernels do not know rounds masters of 24 bits by chance, which this key of a group counts.
+# The key of the first group that counts how often masters of 24 bits were rounded after a step of the class's own.
 ROUNDINGS = "amp_roundings"
 
 # Rows that keep FP32 values of parameters, until they are released.
@@ -356,6 +356,12 @@ class Rows:
         if self._wide and not self.is_shown:
             self._narrow()
 
+    def check_can_show(self) -> None:
+        """Raise AmpStateError if a split master cannot be shown. Call after a scan."""
+        for one in self._known.values():
+            if isinstance(one, Remainder):
+                one.check_can_widen()
+
     def show(self) -> None:
         """Put masters into the groups and the state, in the place of their parameters. Call after a scan."""
         optimizer = self._optimizer()
@@ -368,6 +374,7 @@ class Rows:
         except BaseException:
             for one in self._wide:
                 one.free()
+            self._wide = []
             raise
         self.is_shown = True
         _rename(optimizer, weights)

@@ -368,8 +368,10 @@ class StepHook:
         if planned is None or not planned.is_current:  # model.half() may have been called
             rows.look_at_types()
             rows.judge_half()
-        if planned is None and record.needs_kernels:
-            refuse_own_step(optimizer, fused, _input_of(record, seen))
+        if planned is None:
+            if record.needs_kernels:
+                refuse_own_step(optimizer, fused, _input_of(record, seen))
+            rows.check_can_show()
         if record.is_captured and record.backward_seen:
             self._refuse_half_a_capture()
         if planned is None:

@@ -83,6 +83,13 @@ def test_the_banner_says_what_is_stepped_in_how_many_bytes(
     assert sum(t.nbytes for t in held.values()) / (64 * 65) == pytest.approx(size, abs=0.01)
 
 
+def test_the_banner_counts_no_moments_of_frozen_parameters(capsys: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    amp.initialize(model, adamw(model.parameters()), opt_level="O5")
+    assert "Weights and state take 8 bytes a parameter." in capsys.readouterr().out  # 2 and 14
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_is_that_of_fp32_masters_but_for_ties(name: str) -> None:
     kept = {}
@@ -278,7 +285,7 @@ REFUSED = {
         lambda params: torch.optim.AdamW(params, amsgrad=True),
         {"moment_dtype": "bfloat16"},
         AmpStateError,
-        'AdamW, but narrow moments are those of.*"24bit" take every optimizer',
+        "moment_dtype=torch.bfloat16 was given with AdamW as the kernels cannot step it: with amsgrad",
     ),
     "half weights": ("O3", adamw, {"moment_dtype": "bfloat16"}, AmpStateError, "half weights without masters"),
     "float16 moments": ("O5", adamw, {"moment_dtype": torch.float16}, AmpValueError, "float16 holds no second"),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from amp_engine import amp
 from amp_engine.errors import AmpStateError
 from amp_engine.stepping import beside
-from amp_engine.stepping.beside import Remainder
+from amp_engine.stepping.beside import Remainder, Remainder24
 from amp_engine.stepping.exact import exact_of
 from tests.behaviour.test_foreign_optimizers import CountsInGroup
 from tests.behaviour.test_resume import checkpoint, resumed
@@ -242,12 +242,12 @@ def test_a_tensor_is_rounded_by_blocks_as_at_once(masters: str, monkeypatch: pyt
     assert_bitwise(ends[0], ends[1])
 
 
-@pytest.mark.parametrize("name", ["widen", "narrow"])
+@pytest.mark.parametrize("name", ["widen", "narrow", "_rounded"])
 def test_an_error_among_many_masters_loses_no_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for fails in (False, True):
-        model, optimizer = started("O5", torch.optim.RMSprop, MLP, master_weights="split")
-        calls, real = [], getattr(Remainder, name)
+        model, optimizer = started("O5", torch.optim.RMSprop, MLP, master_weights="24bit")
+        calls, real = [], getattr(Remainder24, name)
 
         def failing(self: Remainder, *args: Any, calls: Any = calls, real: Any = real) -> Any:
             calls.append(self)
@@ -257,16 +257,58 @@ def test_an_error_among_many_masters_loses_no_update(name: str, monkeypatch: pyt
 
         if fails:
             with monkeypatch.context() as patch:
-                patch.setattr(Remainder, name, failing)
+                patch.setattr(Remainder24, name, failing)
                 with pytest.raises(MemoryError):
                     train(MLP, model, optimizer, "c")
-            assert name == "narrow" or not any(one.is_wide for one in calls)
+            assert name != "widen" or not any(one.is_wide for one in calls)
         if not fails or name == "widen":
             train(MLP, model, optimizer, "c")
         optimizer.state_dict()
-        ends.append(frozen(model.state_dict()))
+        ends.append(frozen([model.state_dict(), [p.grad for p in model.parameters()]]))
+        assert optimizer.param_groups[0]["amp_roundings"] == 1 + (name != "widen") * fails
         amp.close()
-    torch.testing.assert_close(ends[1], ends[0], rtol=2e-7, atol=0)
+    torch.testing.assert_close(ends[1], ends[0], rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:RMSprop steps parameters in float16")
+def test_memory_that_became_another_is_refused_before_anything_is_written() -> None:
+    for change in (lambda p: torch.zeros(4, 8, dtype=p.dtype)[:, :4], Tensor.half, Tensor.float):
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.RMSprop(model.parameters())
+        amp.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+        model.weight.data = change(model.weight.data)
+        model.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+        before = frozen(model.weight)
+        with pytest.raises(AmpStateError, match="has no split master"):
+            optimizer.step()
+        assert_bitwise(frozen(model.weight), before)
+        assert not optimizer.state
+        amp.close()
+
+
+def test_a_gradient_that_a_step_makes_has_the_type_that_the_user_chose() -> None:
+    class Makes(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.grad = torch.ones_like(p)
+            super().step()
+
+    model = nn.Linear(4, 4, bias=False)
+    model.bfloat16().weight.grad_dtype = torch.float32
+    optimizer = Makes(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    optimizer.step()
+    assert_bitwise(model.weight.grad, torch.ones(4, 4))
+
+
+def test_an_empty_parameter_keeps_its_shape() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(2))])
+    optimizer = torch.optim.RMSprop(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    for p in model:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [tuple(value.shape) for value in model.state_dict().values()] == [(0, 3), (2,)]
 
 
 @pytest.mark.parametrize("masters", SPLIT)
@@ -311,6 +353,6 @@ def test_close_leaves_no_count_of_roundings() -> None:
 def test_narrow_moments_are_refused_with_another_class() -> None:
     model = NORMED_MLP.model()
     optimizer = torch.optim.RMSprop(model.parameters())
-    with pytest.raises(AmpStateError, match='RMSprop, but narrow moments are those of.*"24bit" take every optimizer'):
+    with pytest.raises(AmpStateError, match='moment_dtype="8bit" was given with a RMSprop, but .*"24bit" take every'):
         amp.initialize(model, optimizer, opt_level="O5", moment_dtype="8bit", verbosity=0)
     assert not hasattr(optimizer, "_amp_stash")

@@ -69,20 +69,6 @@ class Event:
         return (end._at - self._at) * 1e3
 
 
-class Runtime:
-    """Starts and stops a profiler."""
-
-    def cudaProfilerStart(self) -> None:
-        pass
-
-    def cudaProfilerStop(self) -> None:
-        pass
-
-
-def cudart() -> Runtime:
-    return Runtime()
-
-
 def current_stream() -> Stream:
     return Stream()
 

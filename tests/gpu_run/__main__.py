@@ -1,4 +1,4 @@
-"""The program of `make gpu`: parts, each within three minutes on a machine with a GPU (tests/gpu_run/parts.py).
+"""The program of `make gpu`: parts, each but F within three minutes on a machine with a GPU (tests/gpu_run/parts.py).
 
 Stages run whatever became of those before them, each for so long at most; the status is 1 at the end if one of them
 failed. The first part of a run builds. In the folder --out: A.log has what part A prints, A.jsonl each result as it

@@ -390,7 +390,7 @@ def test_bert_has_no_mask_in_a_capture(monkeypatch):
     model(ids)
     assert masks == [None, None]
     model.model.config._attn_implementation = "sdpa"
-    transformers.BertForMaskedLM(model.model.config)(ids)
+    transformers.BertForMaskedLM(model.model.config)(ids, attention_mask=torch.ones_like(ids))
     del torch.nn.Module.smart_apply  # that transformers adds
     assert masks[-1] is not None, "transformers makes none any more: models.bert needs no attention of its own"
 

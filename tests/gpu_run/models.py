@@ -90,8 +90,8 @@ def gpt_124m(n: int, tiny: bool) -> Example:
 def bert(tiny: bool) -> Example:
     """BERT-base, or a tiny one.
 
-    While a stream is captured transformers gives torch's attention a mask of ones, which flash attention and cuDNN's do
-    not take. An attention of another name gets no mask.
+    While a stream is captured transformers gives torch's attention a mask of ones, 5.24 only where it is passed one.
+    Flash attention and cuDNN's do not take it. An attention of another name gets no mask.
     """
     from transformers import AttentionInterface, BertConfig, BertForMaskedLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

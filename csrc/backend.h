@@ -17,6 +17,7 @@ struct ListRow {
   int64_t numel;
   uint32_t first_chunk;
   uint32_t n_chunks;
+  bool streamed;  // true if a CPU writes `out` past its caches
 };
 
 // The part of a ListRow that stays the same when only addresses change. Addresses of gradients may change in each step.
@@ -40,6 +41,7 @@ struct CheckArgs {
   void* const* x;
   void* const* y;        // null: there is no y; otherwise out = fma(a, x, b * y)
   void* const* out;      // null: nothing is written
+  bool streamed;         // see ListRow
   Chunk const* chunks;
   int64_t n_tensors;
   int64_t n_chunks;
@@ -64,7 +66,8 @@ AMP_HD ListRow row_of(CheckArgs const& args, int64_t t) {
           {args.out ? args.out[t] : nullptr, shape.out},
           shape.numel,
           shape.first_chunk,
-          shape.n_chunks};
+          shape.n_chunks,
+          args.streamed};
 }
 
 // If `kClips` is false, clip_norm must be null.

@@ -95,6 +95,11 @@ struct ParamGradientMarks {
 
 };
 
+// A list operation, and the memory of the gradients that it writes.
+struct ListCheck : ListOperation {
+  GradientMemory memory;
+};
+
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
 
 Formula formula_of(std::string const& name) {
@@ -354,10 +359,15 @@ PYBIND11_MODULE(_C, m) {
       "discard_gradients", [](ParamsOrList const& tensors) { discard_gradients(in(tensors)); },
       "tensor.grad = None for each.");
 
-  py::class_<ListOperation>(m, "ListCheck")
-      .def(py::init<>())
+  py::class_<ListCheck>(m, "ListCheck")
+      .def(py::init([](std::optional<bool> streams) {
+             auto made = std::make_unique<ListCheck>();
+             made->memory.streams = streams;
+             return made;
+           }),
+           py::arg("stream_gradients") = py::none())
       .def("run",
-           [](ListOperation& self, TensorsOrList const& tensors, std::optional<TensorsOrList> const& outputs,
+           [](ListCheck& self, TensorsOrList const& tensors, std::optional<TensorsOrList> const& outputs,
               at::Tensor const& scale, at::Tensor const& found_inf, at::Tensor const& norm,
               std::optional<ScaleArguments> const& update) {
              ScaleTensors const moving = update ? std::apply(scale_tensors, *update) : ScaleTensors();
@@ -371,12 +381,12 @@ PYBIND11_MODULE(_C, m) {
                                        .update = update ? &moving : nullptr}));
            })
       .def("look",
-           [](ListOperation& self, std::shared_ptr<Params> const& params, py::bytes const& plain, bool unscales,
+           [](ListCheck& self, std::shared_ptr<Params> const& params, py::bytes const& plain, bool unscales,
               bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf, at::Tensor const& norm,
               std::optional<ScaleArguments> const& update) -> py::object {
              ScaleTensors const moving = update ? std::apply(scale_tensors, *update) : ScaleTensors();
-             std::optional<Looked> found = look(self, params->list(), plain, unscales, keeps_half, scale, found_inf, norm,
-                                                update ? &moving : nullptr);
+             std::optional<Looked> found = look(self, self.memory, params->list(), plain, unscales, keeps_half, scale,
+                                                found_inf, norm, update ? &moving : nullptr);
              if (!found) {
                return py::none();
              }
@@ -384,7 +394,7 @@ PYBIND11_MODULE(_C, m) {
                                    TensorList{std::move(found->gradients)},
                                    ParamGradientMarks{params, std::move(found->marks)}, found->kept);
            })
-      .def("clip_", [](ListOperation& self, TensorsOrList const& tensors, at::Tensor const& norm, double max_norm) {
+      .def("clip_", [](ListCheck& self, TensorsOrList const& tensors, at::Tensor const& norm, double max_norm) {
         self.run("clip_", in(tensors),
                  {.outs = &in(tensors), .checked = false, .clip_norm = norm, .max_norm = max_norm});
       });

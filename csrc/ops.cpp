@@ -160,8 +160,8 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArgumen
       lists_.y[t] = y.data;
     }
     if (outs) {
-      void* const fresh = given.fresh ? (*given.fresh)[t] : nullptr;
-      Entry const out = fresh ? Entry{fresh, Type::float32} : written((*outs)[t]);
+      void* const memory = given.memory ? (*given.memory)[t] : nullptr;
+      Entry const out = memory ? Entry{memory, Type::float32} : written((*outs)[t]);
       shape.out = out.type;
       lists_.out[t] = out.data;
     }
@@ -177,6 +177,7 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArgumen
   args.max_norm = given.max_norm;
   args.b = pointer<float>(given.b);
   args.checked = given.checked;
+  args.streamed = given.streamed;
   if (given.checked) {
     auto const options = at::TensorOptions().device(device);
     result = {at::empty({n}, options.dtype(at::kBool)), at::empty({n}, options.dtype(at::kDouble)),

@@ -43,7 +43,7 @@ void update_scale(ScaleTensors const& tensors);
 // The arguments of a list operation besides its inputs `xs`.
 struct ListArguments {
   OptionalTensors const* outs = nullptr;
-  std::vector<void*> const* fresh = nullptr;  // new float32 memory for outputs that `outs` lacks, or null
+  std::vector<void*> const* memory = nullptr;  // float32 memory for outputs that `outs` lacks, or null
   OptionalTensors const* ys = nullptr;
   bool checked = true;
   std::optional<at::Tensor> a = std::nullopt, b = std::nullopt;
@@ -54,6 +54,7 @@ struct ListArguments {
   ScaleTensors const* update = nullptr;
   bool known = false;  // true: the lists need no check of lengths, types, devices and layouts
   bool apart = false;  // true: no output shares memory with another tensor of the lists
+  bool streamed = false;  // true: a CPU writes outputs that are no inputs past its caches
 };
 
 // check, scale, copy, axpby and clip. An object may run many times; on a GPU each run uploads only what changed.

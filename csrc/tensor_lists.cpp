@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "backend.h"
 #include "checks.h"
 
 namespace amp_engine {
@@ -33,21 +34,6 @@ bool has_memory(at::Tensor const& t) {
   return t.layout() == at::kStrided && t.has_storage() && !t.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
-// The memory of a float32 tensor.
-struct Place {
-  at::Tensor base;
-  int64_t offset = 0;  // in `base`, in floats
-
-  float* data() const { return base.mutable_data_ptr<float>() + offset; }
-  at::Tensor laid_out_as(at::Tensor const& half) const {
-    // The way through torch's dispatcher takes four times as long.
-    c10::Storage storage = base.storage();
-    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), base.key_set(), base.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(half.sizes(), half.strides(), offset);
-    return made;
-  }
-};
-
 // New places of float32 tensors, laid out as half ones. Small ones share memory, as gradients in a bucket of
 // DistributedDataParallel do: an allocation for each takes longer than all else that an exit does with them.
 class Slabs {
@@ -58,7 +44,7 @@ class Slabs {
   Place place(at::Tensor const& half) {
     auto const options = half.options().dtype(at::kFloat);
     if (!is_small(half)) {
-      return {at::empty_like(half, options)};
+      return place_in(at::empty_like(half, options), 0, half);
     }
     int64_t const bytes = bytes_of(half);
     if (!slab_.defined() || end_ + bytes > int64_t(slab_.nbytes()) || slab_.device() != half.device()) {
@@ -67,10 +53,15 @@ class Slabs {
     }
     end_ += bytes;
     expected_ -= bytes;
-    return {slab_, (end_ - bytes) / kFloat};
+    return place_in(slab_, (end_ - bytes) / kFloat, half);
   }
 
  private:
+  static Place place_in(at::Tensor base, int64_t offset, at::Tensor const& half) {
+    float* const data = base.mutable_data_ptr<float>() + offset;
+    return {std::move(base), offset, half.numel(), data};
+  }
+
   static constexpr int64_t kFloat = sizeof(float), kAlignment = 64, kSmall = 16 << 10, kSlab = 1 << 20;
 
   static int64_t bytes_of(at::Tensor const& half) {
@@ -109,6 +100,20 @@ void move(at::Tensor const& param, at::Tensor& grad, Place const& place) {
 }
 
 }  // namespace
+
+bool Place::is_free_for(at::Tensor const& half) const {
+  // The storage has other memory after `share_memory_()`, which then is other processes', and after a resize.
+  return base.defined() && base.storage().use_count() == 1 && base.device() == half.device() &&
+         numel == half.numel() && base.mutable_data_ptr<float>() + offset == data;
+}
+
+at::Tensor Place::laid_out_as(at::Tensor const& half) const {
+  // The way through torch's dispatcher takes four times as long.
+  c10::Storage storage = base.storage();
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), base.key_set(), base.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(half.sizes(), half.strides(), offset);
+  return made;
+}
 
 Mark Mark::of(at::Tensor const& t) {
   void const* const storage = t.has_storage() ? &storage_of(t) : nullptr;
@@ -248,8 +253,8 @@ void replace_gradients(Tensors const& params, OptionalTensors const& before, Opt
   }
 }
 
-std::optional<Looked> look(ListOperation& check, Tensors const& params, std::string const& plain, bool unscales,
-                           bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf,
+std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors const& params, std::string const& plain,
+                           bool unscales, bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf,
                            at::Tensor const& norm, ScaleTensors const* update) {
   TORCH_CHECK_VALUE(params.size() == plain.size(), "look: there are ", params.size(), " parameters, but plain has ",
                     plain.size(), " entries.");
@@ -267,27 +272,40 @@ std::optional<Looked> look(ListOperation& check, Tensors const& params, std::str
   bool const writes = unscales && (!kept || plain.find('\1') != std::string::npos);
   auto const is_half_beside = [&](size_t i) { return plain[i] == 0 && own[i] && is_half(*own[i]); };
   OptionalTensors in_place(writes ? plain.size() : 0);
-  std::vector<Place> places(writes && !kept ? plain.size() : 0);
-  std::vector<void*> fresh(places.size());
+  std::vector<Place>& places = memory.places;
+  places.resize(writes && !kept ? plain.size() : 0);
+  std::vector<void*> addresses(places.size());
   Slabs slabs;
+  bool reuses = true;
+  int64_t written = 0;  // floats
   for (size_t i = 0; i < places.size(); ++i) {
     if (is_half_beside(i)) {
-      slabs.expect(*own[i]);
+      written += own[i]->numel();
+      if (!places[i].is_free_for(*own[i])) {
+        reuses = false;
+        places[i] = {};
+        slabs.expect(*own[i]);
+      }
     }
   }
-  bool apart = true;  // new memory is
+  bool apart = true;  // places are
   for (size_t i = 0; i < in_place.size(); ++i) {
     if (!is_half_beside(i)) {
       in_place[i] = own[i];
       apart = apart && !own[i];
     } else if (!kept) {
-      places[i] = slabs.place(*own[i]);
-      fresh[i] = places[i].data();
+      if (!places[i].base.defined()) {
+        places[i] = slabs.place(*own[i]);
+      }
+      addresses[i] = places[i].data;
     }
   }
+  // An exit and a step of Adam move 36 bytes for each gradient. Memory that the system has just filled is in the caches.
+  bool const streamed =
+      found_inf.is_cpu() && memory.streams.value_or(reuses && cpu::outgrows_caches(36 * written));
   Checks const checks = check.run("check", own,
                                   {.outs = writes ? &in_place : nullptr,
-                                   .fresh = places.empty() ? nullptr : &fresh,
+                                   .memory = places.empty() ? nullptr : &addresses,
                                    .a = scale,
                                    .reciprocal = true,
                                    .found_inf = found_inf,
@@ -295,14 +313,18 @@ std::optional<Looked> look(ListOperation& check, Tensors const& params, std::str
                                    .norm_scale = scale,
                                    .update = update,
                                    .known = true,
-                                   .apart = apart});
+                                   .apart = apart,
+                                   .streamed = streamed});
   GradientMarks marks;
   for (size_t i = 0; i < own.size(); ++i) {
     ask_ahead(own, i);
-    if (!places.empty() && places[i].base.defined()) {
+    if (!places.empty() && is_half_beside(i)) {
       move(*params[i], *own[i], places[i]);
     }
     marks.add(own[i] ? *own[i] : at::Tensor());
+  }
+  if (!found_inf.is_cpu()) {
+    places.clear();
   }
   return Looked{checks, std::move(found.accesses), std::move(own), std::move(marks), kept};
 }

@@ -98,6 +98,25 @@ Gradients gradients(Tensors const& params);
 // Returns tensors[i] where mask[i] != 0, else nothing.
 OptionalTensors where(std::string const& mask, OptionalTensors const& tensors);
 
+// The memory of a float32 tensor.
+struct Place {
+  at::Tensor base;
+  int64_t offset = 0, numel = 0;  // in floats
+  float* data = nullptr;
+
+  // True if no tensor is left in this memory, and `half` fits.
+  bool is_free_for(at::Tensor const& half) const;
+  at::Tensor laid_out_as(at::Tensor const& half) const;
+};
+
+// Where `look` wrote float32 gradients. On a CPU it writes there again when nothing refers to them any more. A GPU's
+// allocator keeps such memory; glibc returns it to the system, which fills each page with zeros when it is needed again:
+// an exit and a step of 50 million parameters then take 1.75 times as long.
+struct GradientMemory {
+  std::vector<Place> places;             // one for each parameter, or none
+  std::optional<bool> streams = std::nullopt;  // true: a CPU writes past its caches; none: if a step does not fit there
+};
+
 // Returns where each gradient is written unscaled: in new float32 memory if it is half and its byte in `plain` is 0, else
 // in the gradient itself.
 OptionalTensors unscaled_outputs(std::string const& plain, OptionalTensors const& gradients);
@@ -117,9 +136,10 @@ struct Looked {
 // `plain`) become float32, all others are unscaled in place. If `keeps_half` is true and all gradients beside masters are
 // half, these stay as they are. Returns nothing, and has changed nothing, if there is no gradient, or the kernels cannot
 // take each of them on the device of `found_inf`.
+//   memory     of the last look at these parameters
 //   scale      float32 []: gradients are divided by it
 //   found_inf, norm, update   see ListOperation::run
-std::optional<Looked> look(ListOperation& check, Tensors const& params, std::string const& plain, bool unscales,
+std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors const& params, std::string const& plain, bool unscales,
                            bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf,
                            at::Tensor const& norm, ScaleTensors const* update);
 

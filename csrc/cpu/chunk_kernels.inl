@@ -284,6 +284,13 @@ inline __attribute__((always_inline)) Partial map(ListRow const& row, int64_t ch
                                            : add_pairs<Type::bfloat16>(in.data, s, leaf, magnitudes);
     }
     run([](auto, auto, int64_t) {});
+  } else if (!other.data && row.streamed && out.data != in.data &&
+             reinterpret_cast<uintptr_t>(out.data) % sizeof(Lanes) == 0) {
+    run([&](auto lanes, auto x, int64_t i) {
+      using L = decltype(lanes);
+      L::stream(out.type, out.data, i, x * typename ValueOf<L>::type(a));
+    });
+    Lanes::fence();
   } else if (!other.data) {
     run([&](auto lanes, auto x, int64_t i) {
       using L = decltype(lanes);

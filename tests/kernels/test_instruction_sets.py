@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
-from amp_engine.kernels import FORMULAS, _native
+from amp_engine.kernels import FORMULAS, _native, tensor_lists
 
 from .conftest import NATIVE
 from .lists import FLOATS, Arena, Rows, bits, rows, same_values
@@ -54,6 +54,17 @@ def stepped(formula: str, stream_copies: bool) -> list[Tensor]:
     return r.tensors()
 
 
+def unscaled(stream_gradients: bool) -> list[Tensor]:
+    """Return the float32 gradients that a look writes so, of parameters whose gradients are float16."""
+    params = [torch.nn.Parameter(torch.zeros(n, dtype=torch.float16)) for n in (40007, 65536, 9, 0, 1)]
+    for param in params:
+        param.grad_dtype = None
+        param.grad = Arena(seed=param.numel()).randn(param.numel(), torch.float16, 1e-3)
+    check, handle, plain = _native.module.ListCheck(stream_gradients), tensor_lists.params(params), bytes(len(params))
+    assert check.look(handle, plain, True, False, torch.tensor(3000.0), torch.zeros(()), torch.zeros(()), None)
+    return [param.grad for param in params]
+
+
 def outcome() -> list[Tensor]:
     """Return what every operation writes and returns."""
     results = []
@@ -61,6 +72,7 @@ def outcome() -> list[Tensor]:
         r = rows(Arena(), SCALE)
         step(formula, r, h, inv_scale=torch.tensor(1 / SCALE))
         results += [*r.tensors(), *stepped(formula, stream_copies=True)]
+    results += unscaled(stream_gradients=True)
     for formula in ("adam", "sgd"):
         for masters in ("24bit", "FP32"):
             narrow = Tensors(formula, SHAPES, masters, is_in_blocks=True)
@@ -100,6 +112,13 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path):
 @pytest.mark.parametrize("formula", ARGUMENTS)
 def test_copies_written_past_the_caches_are_the_same(formula):
     for streamed, plain in zip(stepped(formula, True), stepped(formula, False), strict=True):
+        assert torch.equal(bits(streamed), bits(plain))
+
+
+@NATIVE
+def test_gradients_written_past_the_caches_are_the_same():
+    for streamed, plain in zip(unscaled(True), unscaled(False), strict=True):
+        assert streamed.dtype is torch.float32
         assert torch.equal(bits(streamed), bits(plain))
 
 

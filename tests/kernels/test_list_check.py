@@ -240,3 +240,50 @@ def test_gradients_with_a_graph_are_found():
     params[2].grad = torch.ones(5, requires_grad=True) * 2
     assert kernels.tensor_lists.any_graph(params)
     assert kernels.tensor_lists.any_graph(kernels.tensor_lists.params(params))
+
+
+@NATIVE
+@pytest.mark.parametrize("sizes", [(40_007, 65_536), (3, 5)], ids=["large", "small, in one slab"])
+def test_gradients_are_written_where_the_last_ones_were_once_nothing_refers_to_these(sizes):
+    """Their memory is kept, since the system would fill its pages with zeros, and no reference sees another value."""
+    params = [torch.nn.Parameter(torch.zeros(n, dtype=torch.float16)) for n in sizes]
+    handle, plain, list_check = kernels.tensor_lists.params(params), bytes(len(sizes)), kernels.ListCheck()
+
+    def look_at(value: float) -> list[int]:
+        for param in params:
+            param.grad_dtype = None
+            param.grad = torch.full_like(param, value)
+        scalars = [torch.tensor(x) for x in (4.0, 0.0, 0.0)]
+        assert list_check.look(handle, plain, True, False, *scalars, None) is not None
+        for param in params:
+            assert torch.equal(param.grad, torch.full(param.shape, value / 4))
+        return [param.grad.data_ptr() for param in params]
+
+    def forget() -> list[torch.Tensor]:
+        for param in params:
+            param.grad = None
+        return [torch.full((n,), -1.0) for n in sizes]  # would get the memory, if it were free
+
+    first = look_at(8.0)
+    others = forget()
+    assert look_at(16.0) == first
+    held = params[0].grad[1:]
+    others += forget()
+    assert look_at(32.0)[0] != first[0]
+    assert torch.equal(held, torch.full_like(held, 4.0))
+    assert all(torch.equal(other, torch.full_like(other, -1.0)) for other in others)
+
+
+@NATIVE
+def test_gradients_that_became_another_processs_are_not_written_again():
+    param = torch.nn.Parameter(torch.zeros(9, dtype=torch.float16))
+    param.grad_dtype = None
+    handle, list_check, shared = kernels.tensor_lists.params([param]), kernels.ListCheck(), []
+    for value in (8.0, 16.0):
+        param.grad = torch.full_like(param, value)
+        list_check.look(handle, b"\0", True, False, *(torch.tensor(x) for x in (4.0, 0.0, 0.0)), None)
+        shared.append(param.grad.data_ptr())
+        param.grad.share_memory_()
+        shared.append(param.grad.data_ptr())
+        param.grad = None
+    assert shared[0] != shared[1] != shared[2]

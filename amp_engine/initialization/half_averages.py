@@ -1,4 +1,4 @@
-"""Warn of code that averages weights in low precision, or steps them by hand."""
+"""Warn of code that averages weights in low precision, steps them by hand, or steps those of a copy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from amp_engine.ground.dtypes import dtype_name, is_low_precision
 from amp_engine.ground.torch_private import current_dispatch_mode, functorch_level
 from amp_engine.stepping.beside import Beside
 from amp_engine.stepping.exact import exact_of
+from amp_engine.stepping.half_weights import note_copy
 
-_WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
+_WORDS = {"ema", "swa", "emas", "polyak", "teacher", "momentum", "shadow", "slow", "target"}
 
 
 def warn_of_low_precision_average(dtype: torch.dtype) -> None:
@@ -65,11 +66,13 @@ class _Writes:
 
 _SAMPLE = 256  # elements of each parameter
 _WRITES: weakref.WeakKeyDictionary[nn.Module, _Writes] = weakref.WeakKeyDictionary()
+_CAST: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were cast: a copy has their hooks, and is not here
 
 
 def look_at_writes(model: nn.Module) -> None:
     """Have `note_writes`, a forward pre-hook of a model that was cast, look at its next forwards."""
     _WRITES[model] = _Writes()
+    _CAST.add(model)
 
 
 def note_writes(model: nn.Module, args: object) -> None:
@@ -79,7 +82,12 @@ def note_writes(model: nn.Module, args: object) -> None:
     Such code writes through `.data`, so samples of the values are compared. A checkpoint that is loaded is no write.
     Does nothing in a compiled graph, a CUDA graph, a trace, functorch or a dispatch mode. No host sync.
     """
-    if torch.compiler.is_compiling() or (noted := _WRITES.get(model)) is None:
+    if torch.compiler.is_compiling():
+        return
+    if model not in _CAST:
+        _CAST.add(model)
+        note_copy(model)
+    if (noted := _WRITES.get(model)) is None:
         return
     if functorch_level() is not None or current_dispatch_mode() is not None or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return

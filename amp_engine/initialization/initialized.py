@@ -238,7 +238,7 @@ class Initialized:
     def record_to_clip(self, optimizer: Optimizer) -> Record | None:
         """The record of `optimizer`, if it has one; one that was made later is looked after from here on."""
         record = self.records.get(optimizer)
-        if record is None and isinstance(optimizer, Optimizer) and takes_hooks(optimizer) and self._has_masters:
+        if record is None and isinstance(optimizer, Optimizer) and takes_hooks(optimizer) and self.has_masters:
             self._look_at_stranger(optimizer)
             record = self.records.get(optimizer)
         return record
@@ -400,7 +400,7 @@ class Initialized:
                 one.forget()
 
     @property
-    def _has_masters(self) -> bool:
+    def has_masters(self) -> bool:
         """True if a model has, or may get, FP32 masters."""
         return any(request.policy.master_weights for request in self._requests.values())
 

@@ -71,8 +71,9 @@ def is_held(param: nn.Parameter) -> bool:
     # torch's copy_ between types drops the sign of a negative view, so such a gradient could not be put back.
     if grad.layout is not torch.strided or is_sharded(grad) or grad.is_neg():
         return False
+    is_view = is_part(grad)
     del grad
-    return _references(param) > _references_of_none_else() or _is_part(param)
+    return is_view or _references(param) > _references_of_none_else()
 
 
 def _references(param: nn.Parameter) -> int:
@@ -86,10 +87,9 @@ def _references_of_none_else() -> int:
     return _references(alone)
 
 
-def _is_part(param: nn.Parameter) -> bool:
-    grad = param.grad
-    assert grad is not None
-    return grad.untyped_storage().nbytes() > grad.nbytes
+def is_part(grad: Tensor) -> bool:
+    """True if a dense gradient is, or may be, a view of memory that others have."""
+    return grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes
 
 
 def is_zero(grad: Tensor | None) -> bool:
@@ -156,5 +156,4 @@ def own_memory(param: Tensor, grad: Tensor) -> Tensor:
     if grad.dtype != param.dtype:
         return grad
     # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
-    shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
-    return grad.clone() if shared else grad
+    return grad.clone() if is_part(grad) else grad

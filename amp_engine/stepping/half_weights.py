@@ -7,12 +7,14 @@ from collections.abc import Callable, Container, Iterable, Mapping
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine.errors import AmpStateError, AmpWarning
 from amp_engine.ground.callers import warn
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.levels.policy import Policy
+from amp_engine.stepping.exact import exact_of
 
 _TENSORS = {torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
 _LEVELS = {torch.float16: "O2", torch.bfloat16: "O5"}
@@ -114,6 +116,29 @@ def warn_of_converted(policy: Policy, optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} steps parameters in {dtype_name(other)}, which {policy.opt_level} had in "
             f"{dtype_name(level)}: the model was converted after amp.initialize, and computes in {dtype_name(other)}.  "
             f"Take model.{call}() out, or a trainer's option for it, such as precision={option!r}.  This is said once.",
+            AmpWarning,
+        )
+
+
+_COPIED = WeakIdKeyDictionary()  # has the parameters of copies of models that were cast
+
+
+def note_copy(model: nn.Module) -> None:
+    """Note that `model` is a copy of one that was cast: no level is its own."""
+    for param in model.parameters():
+        _COPIED[param] = None
+
+
+def warn_of_copy(optimizer: Optimizer) -> None:
+    """Warn if an optimizer steps low-precision parameters of the copy of a model, which has no masters."""
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    found = [p for p in stepped if p in _COPIED and is_low_precision(p) and next(exact_of(p), None) is None]
+    if found:
+        kind, dtype = type(optimizer).__name__, found[0].dtype
+        warn(
+            f"{kind} steps {len(found)} parameters in {dtype_name(dtype)}, without FP32 masters, of a copy of an "
+            f"initialized model: an update that is small beside its weight is lost.  {_LOST[dtype]}  Call "
+            f"amp.initialize(copy, optimizer, opt_level={_LEVELS[dtype]!r}).",
             AmpWarning,
         )
 

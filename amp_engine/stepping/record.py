@@ -166,6 +166,7 @@ class Record:
         self._at_entry: tensor_lists.GradientMarks | None = None  # None if there was no gradient
         self._at_begin: tensor_lists.GradientMarks | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []  # gradients that were set aside
+        self._views: list[tuple[nn.Parameter, Tensor]] = []  # those that are views of a buffer of other code
         self._checks_earlier = False  # True if no check saw them
 
     @property
@@ -265,14 +266,15 @@ class Record:
         if self.is_captured:
             self.is_captured = has_gradients
         self._has_begun, self._at_begin = False, None
-        self._earlier, self._checks_earlier = [], False
+        self._earlier, self._views, self._checks_earlier = [], [], False
         self._at_entry = tensor_lists.gradient_marks(self.rows.columns.handle) if has_gradients else None
         self.state = State.BODY
 
     def enter_unscaled(self) -> None:
         """Entry of a `scale_loss` at a scale of 1: make earlier half gradients beside masters float32.
 
-        Not under DistributedDataParallel, whose buckets take gradients of their parameters' type.
+        Not those that other code holds, which adds up with them or zeroes them, and not under DistributedDataParallel,
+        whose buckets take gradients of their parameters' type.
         """
         self.pending.hear(wait=False)
         self.look_for_parameters()
@@ -287,9 +289,17 @@ class Record:
                 self.complete_gradients()
                 self.fit_wrappers()
             elif self.rows.makes_masters:
-                self.give_gradients()
-                self.take_gradients()
+                self.complete_gradients()
+                self._widen_gradients()
         self.ranks.enter(True, False)
+
+    def _widen_gradients(self) -> None:
+        """Make half gradients beside masters float32, but for those that other code holds."""
+        self.found = None  # which holds them, too
+        for one in self.columns.beside:
+            if isinstance(one, Master) and one.param.grad is not None and is_low_precision(one.param.grad):
+                is_held = arithmetic.is_held(one.param)
+                one.param.grad = one.param.grad if is_held else one.param.grad.float()
 
     def leave_unscaled(self, backward: Backward | None) -> None:
         """Exit of a `scale_loss` at a scale of 1: keep the backward for the check, unless an earlier loss was bad."""
@@ -324,10 +334,25 @@ class Record:
         if self._checks_earlier:
             self.pending.forget_backwards()  # what was found of gradients before they were written decides no more
         params = self.rows.columns.params
+        has_buckets = self.ranks.has_wrappers()  # which the backward overwrites, and has views of again
         for row in rows:
             if (grad := params[row].grad) is not None:
-                self._earlier.append((params[row], arithmetic.own_memory(params[row], grad)))
+                own = arithmetic.own_memory(params[row], grad)
+                self._earlier.append((params[row], own))
+                if own is not grad and not has_buckets:
+                    self._views.append((params[row], grad))
                 params[row].grad = None
+
+    def _write_views(self) -> None:
+        """Write gradients into the buffers of which they were views, and have them be views again.
+
+        Not float32 ones in the place of half ones.
+        """
+        views, self._views = self._views, []
+        with torch.no_grad():
+            for param, view in views:
+                if param.grad is not None and param.grad.dtype == view.dtype:
+                    param.grad = view.copy_(param.grad)
 
     def _arrived_unseen(self) -> list[int]:
         """Return rows whose gradients came, or were written, in a body that saw no backward of its loss."""
@@ -361,7 +386,7 @@ class Record:
         for param, grad in earlier:
             if param.grad is None:
                 param.grad = grad.to(param.dtype)  # as buckets of a DistributedDataParallel take it
-        self._earlier = []
+        self._earlier, self._views = [], []
         return False
 
     def leave_delayed(self, backward: Backward) -> None:
@@ -581,6 +606,7 @@ class Record:
                 if arrived is not None:
                     added.append((param, arrived))
             arithmetic.accumulate(added)
+        self._write_views()
         self.found = self._found_now()
 
     def _as_float32(self, row: int, grad: Tensor) -> Tensor:
@@ -616,12 +642,13 @@ class Record:
         for param, grad in self._earlier:
             param.grad = grad
         self._earlier = []
+        self._write_views()
         self.found = None
 
     def discard(self) -> None:
         """Discard all gradients, and what is known of them."""
         self.state, self.delayed, self.passed = State.IDLE, None, None
-        self._earlier, self._handed = [], []
+        self._earlier, self._views, self._handed = [], [], []
         for one in self.rows.masters:
             one.weight.grad = None
         tensor_lists.discard_gradients(self.rows.columns.handle)
@@ -773,6 +800,20 @@ class Record:
             self.found = Found(marks, self.found.grads, are_taken=self.found.are_taken)
         if 0 in columns.plain_mask:
             self.clip = Clip(columns, self.found.marks, norm, max_norm)
+            self.rows.at_forward = self._clip_before_forward
+
+    def _clip_before_forward(self) -> None:
+        """In a forward between a clipping and the step: clip now, as a backward may add to the gradients.
+
+        Nothing is clipped where the gradients are gone: None, or written and 0, which waits for the device.
+        """
+        self.rows.at_forward = None
+        self._complete_clip()
+        self.fit_wrappers()
+        if (clip := self.clip) is not None and all(
+            p.grad is None or arithmetic.is_zero(p.grad) for p in clip.columns.params
+        ):
+            self.forget_found()
 
     def note_clipped(self) -> None:
         """Note that checked gradients were multiplied or clamped by finite numbers: all stay finite."""
@@ -780,7 +821,7 @@ class Record:
             self.found = self._found_now()
 
     def refuse_written_after_clip(self) -> None:
-        """Raise AmpStateError if a gradient that the step is to clip was written since."""
+        """Raise AmpStateError if a gradient that the step is to clip was written since, as a backward does."""
         if self._is_written_after_clip():
             raise AmpStateError(
                 f"Gradients of {type(self.optimizer).__name__} were written after amp.clip_grad_norm_(), which clips "

@@ -50,6 +50,7 @@ class Records:
 
     Attributes:
         events: notify observers of each backward; replaced during a rehearsal.
+        has_scaled: True once a loss was scaled.
         is_rehearsal: True while a batch is rehearsed: no step is taken, and backwards have no number.
     """
 
@@ -61,7 +62,7 @@ class Records:
         self._records = weakref.WeakKeyDictionary()
         self.scaling = scaling
         self.events = Events()
-        self.is_rehearsal = False
+        self.is_rehearsal = self.has_scaled = False
         self._count = 0  # of backwards
         # By loss_id, of losses whose gradients are not checked: the last one, on its way from a GPU; and how many of
         # the last in a row were not finite.
@@ -94,8 +95,8 @@ class Records:
         self._records.pop(optimizer, None)
 
     def begin_counting(self) -> None:
-        """Count backwards from 1 again, and forget losses of earlier models."""
-        self._count = 0
+        """Count backwards from 1 again, and forget losses and scales of earlier models."""
+        self._count, self.has_scaled = 0, False
         self._sent.clear()
         self._bad_losses.clear()
 
@@ -248,8 +249,10 @@ class Records:
 
         def heard_closure() -> Any:  # tools/explanation.py knows the name
             loss, scaler = closure(), self.scaling.default()
-            if isinstance(loss, Tensor):
-                self.note_unchecked(Backward(scaler, 0, scaler.snapshot()), loss.detach())
+            if isinstance(loss, (Tensor, float)):
+                self.note_unchecked(
+                    Backward(scaler, 0, scaler.snapshot()), torch.as_tensor(loss, dtype=torch.float64).detach()
+                )
             return loss
 
         return heard_closure
@@ -549,6 +552,7 @@ class Body(ContextOfLoss):
                 one.refuse_joined(not backward.snapshot.is_identity)
             together = self._records[0].pending.accumulations if self._records else {}
             self._owner.number(backward, together)
+            self._owner.has_scaled |= not backward.snapshot.is_identity
             self._owner.note_loss(backward, loss)
             # Autograd calls these before it accumulates anything.
             if scaled_loss.requires_grad:

@@ -32,6 +32,7 @@ from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.stepping import exact_state, shards
 from amp_engine.stepping.gradient_warnings import refuse_own_step, warn_of_rounded_masters
+from amp_engine.stepping.half_weights import warn_of_copy
 from amp_engine.stepping.host_step import HostStep
 from amp_engine.stepping.pending import Skip
 from amp_engine.stepping.record import Record
@@ -85,6 +86,8 @@ def _look_before(optimizer: Optimizer) -> None:
             is_done = [look(owner, optimizer) for owner, look in list(_OWNERS.items()) if optimizer not in _HOOKS]
             if optimizer not in _HOOKS and all(is_done):
                 _STRANGERS[optimizer] = count
+                if any(owner.has_masters for owner in _OWNERS):
+                    warn_of_copy(optimizer)
     ref = _HOOKS.get(optimizer)
     if ref is not None and (hook := ref()) is not None:
         hook.before_hooks(optimizer)
@@ -304,7 +307,8 @@ class StepHook:
         if self._release is not None:
             self._release.end_step()
             return self._ghost(args, kwargs)
-        record.refuse_joined(is_scaled and not owner.scaling.default().is_identity)
+        may_be_scaled = bool(owner.has_scaled or owner.scaling.latched) and not owner.scaling.default().is_identity
+        record.refuse_joined(is_scaled and may_be_scaled)
         record.refuse_foreign()
         by_scaler = hasattr(optimizer, "found_inf")  # torch.amp.GradScaler sets it, and has checked
         seen = record.taken_gradients()

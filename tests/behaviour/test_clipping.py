@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import AmpTypeError, Engine, amp
+from amp_engine import AmpStateError, AmpTypeError, Engine, amp
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -313,6 +313,44 @@ def test_gradients_written_after_the_exit_are_clipped_by_the_norm_that_they_have
     for p in model.parameters():
         WRITES[how](p)
     assert amp.clip_grad_norm_(optimizer, 1e9, norm_type).item() == pytest.approx(truth, rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["clipped twice", "dropped", "zeroed in place", "clipped once"])
+def test_a_clip_that_no_step_has_done_is_done_at_the_next_forward_or_forgotten_with_its_gradients(how: str) -> None:
+    """At a scale of 1 no `scale_loss` tells of the next backward."""
+
+    def train_so(model: nn.Module, optimizer: Optimizer, clip: Callable[[float], Tensor]) -> list[float]:
+        norms = []
+        for index in range(3):
+            NORMED_MLP.loss(model, NORMED_MLP.batch(2 * index)).backward()
+            norms.append(float(clip(0.1)))
+            if how in ("dropped", "zeroed in place"):
+                optimizer.zero_grad(set_to_none=how == "dropped")
+            NORMED_MLP.loss(model, NORMED_MLP.batch(2 * index + 1)).backward()
+            if how in ("clipped twice", "zeroed in place"):
+                norms.append(float(clip(0.2)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    model, optimizer = started("O5", OPTIMIZERS["SGD"])
+    norms = train_so(model, optimizer, lambda norm: amp.clip_grad_norm_(optimizer, norm))
+    trained = masters(optimizer)
+    amp.close()
+    model, optimizer = started("O5", OPTIMIZERS["SGD"])
+    expected = train_so(model, optimizer, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm))
+    torch.testing.assert_close((norms, trained), (expected, masters(optimizer)), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("clip", [amp.clip_grad_norm_, amp.clip_grad_value_])
+def test_a_second_clip_of_gradients_that_another_backward_added_to_is_refused(clip: Callable[..., Any]) -> None:
+    model, optimizer = started("O5", OPTIMIZERS["SGD"])
+    loss = NORMED_MLP.loss(model, NORMED_MLP.batch())
+    loss.backward(retain_graph=True)
+    amp.clip_grad_norm_(optimizer, 0.01)
+    loss.backward()
+    with pytest.raises(AmpStateError, match="were written after amp.clip_grad_norm_"):
+        clip(optimizer, 0.01)
 
 
 def test_a_clip_counts_for_one_step_only() -> None:

@@ -743,6 +743,21 @@ def test_a_gradient_that_no_exit_saw_is_refused_where_its_parameter_joins(level:
     assert not torch.equal(head.weight, before[2])
 
 
+@pytest.mark.filterwarnings("ignore:SGD.step.. takes gradients of a backward.. outside of amp.scale_loss")
+def test_a_parameter_joins_with_its_gradient_where_no_loss_was_scaled() -> None:
+    base, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(base.parameters(), lr=1.0)
+    amp.initialize(base, optimizer, opt_level="O1", verbosity=0)
+    for step in range(3):
+        if step == 1:
+            optimizer.add_param_group({"params": list(head.parameters())})
+        before = head.weight.detach().clone()
+        optimizer.zero_grad()
+        head(base(torch.ones(3, 4))).float().square().mean().backward()
+        optimizer.step()
+        assert torch.equal(head.weight, before) == (step == 0)
+
+
 def test_a_body_inside_of_another_after_its_backward_goes_on_with_what_was_there() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]

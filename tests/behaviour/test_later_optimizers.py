@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import AmpStateError, AmpTypeError, Engine, amp
+from amp_engine import AmpStateError, AmpTypeError, AmpWarning, Engine, amp
 from amp_engine.stepping.exact import exact_of
 from tests.models import MLP
 from tests.support import assert_bitwise, momentum_sgd
@@ -421,6 +421,25 @@ def test_an_optimizer_of_other_parameters_is_let_be() -> None:
     assert not hasattr(optimizer, "_amp_stash")
     with pytest.raises(AmpTypeError, match="was not passed to amp.initialize"):
         amp.last_step(optimizer)
+
+
+def test_one_that_steps_a_copy_is_warned_of_until_it_is_initialized() -> None:
+    model = initialized(half_model())
+    copied = copy.deepcopy(model)
+    optimizer = momentum_sgd(copied.parameters())
+    with pytest.warns(AmpWarning, match="SGD steps 4 parameters in bfloat16, without FP32 masters, of a copy of an in"):
+        train(copied, optimizer)
+    train(copied, optimizer)
+    amp.initialize(copied, optimizer, opt_level="O5", verbosity=0)
+    train(copied, optimizer)
+    assert all(master.dtype == torch.float32 for master in amp.master_params(optimizer))
+
+
+def test_one_that_steps_a_copy_is_let_be_at_a_level_without_masters() -> None:
+    model = MLP.model()
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    copied = copy.deepcopy(model)
+    train(copied, momentum_sgd(copied.parameters()))
 
 
 def test_the_engine_whose_model_it_steps_takes_it() -> None:

@@ -493,6 +493,27 @@ def test_a_gradient_in_memory_of_others_is_set_aside_in_memory_of_its_own(kind: 
         scaled_loss.backward()
         bucket.fill_(100.0)
     assert cell.grad == 6.0
+    if kind != "half, master":  # whose gradient is float32 afterwards
+        assert cell.param.grad is not None
+        assert cell.param.grad.data_ptr() == bucket.data_ptr()
+        assert bucket.tolist() == [[6.0] * SIZE, [100.0] * SIZE]
+
+
+@pytest.mark.parametrize("zeroes", ["the buffer", "zero_grad"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_other_code_holds_stay_where_they_are_at_a_scale_of_1(kind: str, zeroes: str) -> None:
+    cell = Cell(kind, 1.0)
+    held = torch.zeros(2, SIZE, dtype=cell.param.dtype)[0].view_as(cell.param)
+    cell.param.grad = held
+    for value in (2.0, 4.0):
+        held.zero_() if zeroes == "the buffer" else cell.optimizer.zero_grad(set_to_none=False)
+        cell.backward(value)
+        assert cell.grad == value
+        assert torch.equal(held.float(), torch.full_like(held, value, dtype=torch.float32))
+        cell.backward(1.0)
+        assert cell.grad == value + 1.0
+        assert float(held.flatten()[0]) == value + 1.0
+        cell.step()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")

@@ -808,8 +808,9 @@ class Record:
         Nothing is clipped where the gradients are gone: None, or written and 0, which waits for the device.
         """
         self.rows.at_forward = None
-        self._complete_clip()
-        self.fit_wrappers()
+        with torch.inference_mode(False):
+            self._complete_clip()
+            self.fit_wrappers()
         if (clip := self.clip) is not None and all(
             p.grad is None or arithmetic.is_zero(p.grad) for p in clip.columns.params
         ):

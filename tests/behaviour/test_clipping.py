@@ -342,6 +342,25 @@ def test_a_clip_that_no_step_has_done_is_done_at_the_next_forward_or_forgotten_w
     torch.testing.assert_close((norms, trained), (expected, masters(optimizer)), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_evaluation_between_the_clip_and_the_step_changes_no_bit(level: str) -> None:
+    trained = []
+    for evaluates in (False, True):
+        model, optimizer = started(level, OPTIMIZERS["AdamW"])
+        for index in range(3):
+            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
+            amp.clip_grad_norm_(optimizer, 0.01)
+            if evaluates:
+                with torch.inference_mode():
+                    NORMED_MLP.loss(model.eval(), NORMED_MLP.batch())
+                model.train()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        trained.append(masters(optimizer))
+        amp.close()
+    assert_bitwise(*trained)
+
+
 @pytest.mark.parametrize("clip", [amp.clip_grad_norm_, amp.clip_grad_value_])
 def test_a_second_clip_of_gradients_that_another_backward_added_to_is_refused(clip: Callable[..., Any]) -> None:
     model, optimizer = started("O5", OPTIMIZERS["SGD"])

@@ -187,11 +187,12 @@ class Reference:
         self.overflowed[o], self.passed[o], self.looked[o] = False, None, None
 
     def enter_passed(self, optimizers: list[int]) -> None:
-        """At a scale of 1 gradients stay where they are."""
+        """At a scale of 1 gradients stay where they are; earlier ones become FP32, but for views of other memory."""
         for o in optimizers:
             self.scan(o)
             if self.has_gradients(o):
-                self.widen(o)
+                grads = {name: self.params[name].grad for name in self.names(o)}
+                self.widen(o, {n for n, g in grads.items() if g is not None and (g.is_neg() or not g._is_view())})
             else:
                 self.forget(o)
 

@@ -427,6 +427,7 @@ class Engine:
         """
         policy = self._initialized_policy("scale")
         arguments.check_loss(loss, "scale", "torch.autograd.grad")
+        self.records.note_scaled()
         return by_hand.scaled(self._scaling, loss, loss_id) if policy.enabled else loss
 
     def unscale(self, gradients: Gradients, loss_id: int = 0) -> Gradients:
@@ -496,7 +497,7 @@ class Engine:
 
         Where one check saw all gradients and nobody wrote since, and with a norm_type of 2 or infinity, its norm is
         taken. Gradients beside masters are then clipped by the step, or by `master_params`, and a write into them
-        before is an error at the step; all others are multiplied at once. Otherwise this is
+        before, such as another backward's, is an error; all others are multiplied at once. Otherwise this is
         torch.nn.utils.clip_grad_norm_, with norms of half gradients in FP32.
 
         Args:

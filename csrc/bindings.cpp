@@ -394,6 +394,7 @@ PYBIND11_MODULE(_C, m) {
                                    TensorList{std::move(found->gradients)},
                                    ParamGradientMarks{params, std::move(found->marks)}, found->kept);
            })
+      .def("forget_gradients", [](ListCheck& self) { self.memory.places.clear(); })
       .def("clip_", [](ListCheck& self, TensorsOrList const& tensors, at::Tensor const& norm, double max_norm) {
         self.run("clip_", in(tensors),
                  {.outs = &in(tensors), .checked = false, .clip_norm = norm, .max_norm = max_norm});

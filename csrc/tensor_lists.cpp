@@ -104,7 +104,8 @@ void move(at::Tensor const& param, at::Tensor& grad, Place const& place) {
 bool Place::is_free_for(at::Tensor const& half) const {
   // The storage has other memory after `share_memory_()`, which then is other processes', and after a resize.
   return base.defined() && base.storage().use_count() == 1 && base.device() == half.device() &&
-         numel == half.numel() && base.mutable_data_ptr<float>() + offset == data;
+         numel == half.numel() && size_t(offset + numel) * sizeof(float) <= base.storage().nbytes() &&
+         base.mutable_data_ptr<float>() + offset == data;
 }
 
 at::Tensor Place::laid_out_as(at::Tensor const& half) const {

@@ -113,8 +113,9 @@ struct Place {
 // allocator keeps such memory; glibc returns it to the system, which fills each page with zeros when it is needed again:
 // an exit and a step of 50 million parameters then take 1.75 times as long.
 struct GradientMemory {
-  std::vector<Place> places;             // one for each parameter, or none
-  std::optional<bool> streams = std::nullopt;  // true: a CPU writes past its caches; none: if a step does not fit there
+  std::vector<Place> places;  // one for each parameter, or none
+  // True: a CPU writes past its caches. Default: true if the memory is used again, and a step does not fit into them.
+  std::optional<bool> streams = std::nullopt;
 };
 
 // Returns where each gradient is written unscaled: in new float32 memory if it is half and its byte in `plain` is 0, else

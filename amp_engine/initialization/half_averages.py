@@ -22,7 +22,7 @@ from amp_engine.stepping.beside import Beside
 from amp_engine.stepping.exact import exact_of
 from amp_engine.stepping.half_weights import note_copy
 
-_WORDS = {"ema", "swa", "emas", "polyak", "teacher", "momentum", "shadow", "slow", "target"}
+_WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
 
 
 def warn_of_low_precision_average(dtype: torch.dtype) -> None:
@@ -66,7 +66,7 @@ class _Writes:
 
 _SAMPLE = 256  # elements of each parameter
 _WRITES: weakref.WeakKeyDictionary[nn.Module, _Writes] = weakref.WeakKeyDictionary()
-_CAST: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were cast: a copy has their hooks, and is not here
+_CAST: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were cast, and their copies
 
 
 def look_at_writes(model: nn.Module) -> None:
@@ -84,7 +84,7 @@ def note_writes(model: nn.Module, args: object) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if model not in _CAST:
+    if model not in _CAST:  # it has the hooks of the model that it is a copy of
         _CAST.add(model)
         note_copy(model)
     if (noted := _WRITES.get(model)) is None:

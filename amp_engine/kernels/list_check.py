@@ -73,6 +73,11 @@ class ListCheck:
         found = self._on(norm.device).look(params, plain, unscales, keeps_half, scale, found_inf, norm, update)
         return None if found is None else Looked(Checks(*found[0]), *found[1:])
 
+    def forget_gradients(self) -> None:
+        """Keep no memory of gradients that `look` wrote."""
+        for check in self._checks.values():
+            check.forget_gradients()
+
     def clip_(self, tensors: TensorList, norm: Tensor, max_norm: float) -> None:
         """Multiply each tensor by `clip_factor` in float32, rounded once to the tensor's type. No host sync.
 
@@ -118,6 +123,9 @@ class _PlainCheck:
 
     def look(self, *_: object) -> None:
         """Return None: whoever calls it walks over the parameters in Python."""
+
+    def forget_gradients(self) -> None:
+        """Do nothing, as nothing is kept."""
 
     @torch.no_grad()
     def clip_(self, tensors: TensorList, norm: Tensor, max_norm: float) -> None:

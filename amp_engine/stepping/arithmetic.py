@@ -71,9 +71,18 @@ def is_held(param: nn.Parameter) -> bool:
     # torch's copy_ between types drops the sign of a negative view, so such a gradient could not be put back.
     if grad.layout is not torch.strided or is_sharded(grad) or grad.is_neg():
         return False
-    is_view = is_part(grad)
+    is_part = _is_part(grad)
     del grad
-    return is_view or _references(param) > _references_of_none_else()
+    return is_part or is_referenced(param)
+
+
+def is_referenced(param: nn.Parameter) -> bool:
+    """True if other code has the gradient of `param` in a variable, or made it as a view.
+
+    Gradients that autograd made may be parts of one memory, of which other code knows nothing.
+    """
+    assert param.grad is not None
+    return param.grad._is_view() or _references(param) > _references_of_none_else()
 
 
 def _references(param: nn.Parameter) -> int:
@@ -87,8 +96,7 @@ def _references_of_none_else() -> int:
     return _references(alone)
 
 
-def is_part(grad: Tensor) -> bool:
-    """True if a dense gradient is, or may be, a view of memory that others have."""
+def _is_part(grad: Tensor) -> bool:
     return grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes
 
 
@@ -156,4 +164,4 @@ def own_memory(param: Tensor, grad: Tensor) -> Tensor:
     if grad.dtype != param.dtype:
         return grad
     # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
-    return grad.clone() if is_part(grad) else grad
+    return grad.clone() if _is_part(grad) else grad

@@ -67,7 +67,7 @@ def clip_grad_norm_(
     _refuse_released(clipped, "clip_grad_norm_")
     parts = None
     for one in clipped.involved:
-        one.refuse_written_after_clip()
+        one.refuse_written_after_clip(is_clipping=True)
         if one.ranks.in_flat_shards:
             raise AmpStateError(
                 "amp.clip_grad_norm_() sees one rank's shards of a FullyShardedDataParallel, so that each rank would "
@@ -109,7 +109,7 @@ def clip_grad_value_(clipped: Clipped, clip_value: float, look: Callable[[Record
     """Clip each element of gradients to [-clip_value, clip_value]; `look` as in `clip_grad_norm_`. No host sync."""
     _refuse_released(clipped, "clip_grad_value_")
     for one in clipped.involved:
-        one.refuse_written_after_clip()
+        one.refuse_written_after_clip(is_clipping=True)
         look(one)
     torch.nn.utils.clip_grad_value_(_with_readable_gradients(clipped), clip_value)
     for one in clipped.involved:

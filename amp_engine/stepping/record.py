@@ -273,8 +273,8 @@ class Record:
     def enter_unscaled(self) -> None:
         """Entry of a `scale_loss` at a scale of 1: make earlier half gradients beside masters float32.
 
-        Not those that other code holds, which adds up with them or zeroes them, and not under DistributedDataParallel,
-        whose buckets take gradients of their parameters' type.
+        Gradients that other code refers to stay as they are, since it may read or zero them. All do under
+        DistributedDataParallel, whose buckets take gradients of their parameters' type.
         """
         self.pending.hear(wait=False)
         self.look_for_parameters()
@@ -294,12 +294,12 @@ class Record:
         self.ranks.enter(True, False)
 
     def _widen_gradients(self) -> None:
-        """Make half gradients beside masters float32, but for those that other code holds."""
-        self.found = None  # which holds them, too
+        """Make half gradients beside masters float32, but for those that other code refers to."""
+        self.found = None  # which refers to them, too
         for one in self.columns.beside:
             if isinstance(one, Master) and one.param.grad is not None and is_low_precision(one.param.grad):
-                is_held = arithmetic.is_held(one.param)
-                one.param.grad = one.param.grad if is_held else one.param.grad.float()
+                is_referenced = arithmetic.is_referenced(one.param)
+                one.param.grad = one.param.grad if is_referenced else one.param.grad.float()
 
     def leave_unscaled(self, backward: Backward | None) -> None:
         """Exit of a `scale_loss` at a scale of 1: keep the backward for the check, unless an earlier loss was bad."""
@@ -346,13 +346,14 @@ class Record:
     def _write_views(self) -> None:
         """Write gradients into the buffers of which they were views, and have them be views again.
 
-        Not float32 ones in the place of half ones.
+        Gradients that are float32 now stay apart from a half buffer, and so do those that torch cannot write there.
         """
         views, self._views = self._views, []
         with torch.no_grad():
             for param, view in views:
-                if param.grad is not None and param.grad.dtype == view.dtype:
-                    param.grad = view.copy_(param.grad)
+                if param.grad is not None and param.grad.dtype == view.dtype and not view.requires_grad:
+                    with suppress(RuntimeError):  # elements of the view share memory
+                        param.grad = view.copy_(param.grad)
 
     def _arrived_unseen(self) -> list[int]:
         """Return rows whose gradients came, or were written, in a body that saw no backward of its loss."""
@@ -594,6 +595,7 @@ class Record:
     def _add_earlier(self, checking: Backward | None) -> None:
         """Add the gradients that were set aside; record in the scaler of `checking` if one of them is not finite."""
         earlier, self._earlier = self._earlier, []
+        self._list_check.forget_gradients()  # those of this exit are added to the earlier ones, which have their own
         if checking is not None:
             for flags in arithmetic.nonfinite([grad for _, grad in earlier]):
                 checking.scaler.record_(flags)
@@ -800,42 +802,32 @@ class Record:
             self.found = Found(marks, self.found.grads, are_taken=self.found.are_taken)
         if 0 in columns.plain_mask:
             self.clip = Clip(columns, self.found.marks, norm, max_norm)
-            self.rows.at_forward = self._clip_before_forward
-
-    def _clip_before_forward(self) -> None:
-        """In a forward between a clipping and the step: clip now, as a backward may add to the gradients.
-
-        Nothing is clipped where the gradients are gone: None, or written and 0, which waits for the device.
-        """
-        self.rows.at_forward = None
-        with torch.inference_mode(False):
-            self._complete_clip()
-            self.fit_wrappers()
-        if (clip := self.clip) is not None and all(
-            p.grad is None or arithmetic.is_zero(p.grad) for p in clip.columns.params
-        ):
-            self.forget_found()
 
     def note_clipped(self) -> None:
         """Note that checked gradients were multiplied or clamped by finite numbers: all stay finite."""
         if self.found is not None:
             self.found = self._found_now()
 
-    def refuse_written_after_clip(self) -> None:
-        """Raise AmpStateError if a gradient that the step is to clip was written since, as a backward does."""
-        if self._is_written_after_clip():
+    def refuse_written_after_clip(self, is_clipping: bool = False) -> None:
+        """Raise AmpStateError if a gradient that the step is to clip was written since, as another backward does.
+
+        Args:
+            is_clipping: True before another clipping, where another tensor is the gradient of another backward.
+        """
+        if self._is_written_after_clip(or_replaced=not is_clipping):
             raise AmpStateError(
                 f"Gradients of {type(self.optimizer).__name__} were written after amp.clip_grad_norm_(), which clips "
                 "them in the step.  Nothing was stepped.  Write them before, or clip by "
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which clips at once."
             )
 
-    def _is_written_after_clip(self) -> bool:
-        clip = self.clip
+    def _is_written_after_clip(self, or_replaced: bool = True) -> bool:
+        clip, found = self.clip, self.found
         if clip is None or not clip.marks.have_moved():
             return False
         params, plain = clip.columns.params, clip.columns.plain_mask
-        return any(was and not plain[row] and params[row].grad is not None for row, was in clip.marks.moved())
+        rows = (row for row, was in clip.marks.moved() if was and not plain[row] and params[row].grad is not None)
+        return any(or_replaced or (found is not None and found.grads[row] is params[row].grad) for row in rows)
 
     def _complete_clip(self) -> None:
         """Clip now what the step was to clip, where parameters left or joined since."""

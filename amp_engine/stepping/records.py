@@ -50,7 +50,6 @@ class Records:
 
     Attributes:
         events: notify observers of each backward; replaced during a rehearsal.
-        has_scaled: True once a loss was scaled.
         is_rehearsal: True while a batch is rehearsed: no step is taken, and backwards have no number.
     """
 
@@ -62,7 +61,8 @@ class Records:
         self._records = weakref.WeakKeyDictionary()
         self.scaling = scaling
         self.events = Events()
-        self.is_rehearsal = self.has_scaled = False
+        self.is_rehearsal = False
+        self._has_scaled = False  # True once a loss was scaled
         self._count = 0  # of backwards
         # By loss_id, of losses whose gradients are not checked: the last one, on its way from a GPU; and how many of
         # the last in a row were not finite.
@@ -96,9 +96,18 @@ class Records:
 
     def begin_counting(self) -> None:
         """Count backwards from 1 again, and forget losses and scales of earlier models."""
-        self._count, self.has_scaled = 0, False
+        self._count, self._has_scaled = 0, False
         self._sent.clear()
         self._bad_losses.clear()
+
+    def note_scaled(self) -> None:
+        """Note that a loss is scaled, so that gradients may be."""
+        self._has_scaled = True
+
+    @property
+    def may_be_scaled(self) -> bool:
+        """True if a gradient that no exit saw may be scaled."""
+        return self._has_scaled and not self.scaling.default().is_identity
 
     @contextmanager
     def rehearsal(self) -> Iterator[Events]:
@@ -250,9 +259,8 @@ class Records:
         def heard_closure() -> Any:  # tools/explanation.py knows the name
             loss, scaler = closure(), self.scaling.default()
             if isinstance(loss, (Tensor, float)):
-                self.note_unchecked(
-                    Backward(scaler, 0, scaler.snapshot()), torch.as_tensor(loss, dtype=torch.float64).detach()
-                )
+                value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+                self.note_unchecked(Backward(scaler, 0, scaler.snapshot()), value)
             return loss
 
         return heard_closure
@@ -477,6 +485,7 @@ class Records:
                 f"_prepare_amp_backward() was called for {type(record.optimizer).__name__} inside of a `with "
                 "amp.scale_loss(...)`, which did it at its entry.  Leave out one of the two."
             )
+        self.note_scaled()
         record.enter()
         record.begin()
 
@@ -552,7 +561,8 @@ class Body(ContextOfLoss):
                 one.refuse_joined(not backward.snapshot.is_identity)
             together = self._records[0].pending.accumulations if self._records else {}
             self._owner.number(backward, together)
-            self._owner.has_scaled |= not backward.snapshot.is_identity
+            if not backward.snapshot.is_identity:
+                self._owner.note_scaled()
             self._owner.note_loss(backward, loss)
             # Autograd calls these before it accumulates anything.
             if scaled_loss.requires_grad:

@@ -44,8 +44,6 @@ def round_written(module: nn.Module, args: Any) -> None:
         for rows in list(_KEEPING):
             rows.settle()
             rows.round_written()
-            if rows.at_forward is not None:
-                rows.at_forward()
 
 
 def make_for_joined() -> None:
@@ -114,7 +112,6 @@ class Rows:
         scans: count of scans that found something new.
         joined: parameters that joined since then with a gradient; whoever handles them empties the list.
         is_shown: True while the groups and the state have masters in the place of their parameters.
-        at_forward: called at the next forward of an initialized model.
     """
 
     def __init__(
@@ -129,7 +126,6 @@ class Rows:
         self.joined: list[nn.Parameter] = []
         self.scans = 0
         self.is_shown = False
-        self.at_forward: Callable[[], None] | None = None
         self._optimizer = weakref.ref(optimizer)
         self._exact: Mapping[int, Tensor] = exact or {}
         self._halves = halves

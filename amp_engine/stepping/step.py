@@ -307,8 +307,7 @@ class StepHook:
         if self._release is not None:
             self._release.end_step()
             return self._ghost(args, kwargs)
-        may_be_scaled = bool(owner.has_scaled or owner.scaling.latched) and not owner.scaling.default().is_identity
-        record.refuse_joined(is_scaled and may_be_scaled)
+        record.refuse_joined(is_scaled and owner.may_be_scaled)
         record.refuse_foreign()
         by_scaler = hasattr(optimizer, "found_inf")  # torch.amp.GradScaler sets it, and has checked
         seen = record.taken_gradients()

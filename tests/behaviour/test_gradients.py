@@ -713,6 +713,33 @@ def test_other_backwards_in_the_body_are_no_error(how: str, level: str) -> None:
         optimizer.step()
 
 
+def test_gradients_that_autograd_left_in_one_memory_are_added_up_in_float32() -> None:
+    """The gradients of concatenated weights are parts of one tensor. bfloat16 sums of ones end at 256."""
+    layer = nn.ParameterList([torch.ones(3, 4), torch.ones(2, 4)])
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    amp.initialize(layer, optimizer, opt_level="O5", verbosity=0)
+    for _ in range(300):
+        output = nn.functional.linear(torch.ones(1, 4, dtype=torch.bfloat16), torch.cat([*layer]))
+        with amp.scale_loss(output.float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    for param in layer.parameters():
+        assert param.grad is not None
+        assert bool((param.grad == 300.0).all())
+
+
+@pytest.mark.parametrize("how", ["expanded", "in a graph"])
+def test_an_earlier_gradient_that_is_a_view_which_cannot_be_written_is_added(how: str) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    amp.initialize(layer, optimizer, opt_level="O1", verbosity=0, loss_scale=64.0)
+    ones = torch.ones(1, 1) if how == "expanded" else torch.ones(16, requires_grad=True)
+    layer.weight.grad = ones.expand(4, 4) if how == "expanded" else ones.view(4, 4)
+    with amp.scale_loss(layer(torch.ones(1, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert layer.weight.grad.tolist() == [[2.0] * 4] * 4
+    optimizer.step()
+
+
 # --- gradients of parameters that no listed optimizer steps -----------------------------------------
 
 
@@ -741,6 +768,25 @@ def test_a_gradient_that_no_exit_saw_is_refused_where_its_parameter_joins(level:
         scaled_loss.backward()
     optimizer.step()
     assert not torch.equal(head.weight, before[2])
+
+
+@pytest.mark.parametrize("how", ["amp.scale", "apex's copied scale_loss"])
+def test_a_gradient_of_a_loss_that_was_scaled_by_hand_is_refused_where_its_parameter_joins(how: str) -> None:
+    base, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(base.parameters(), lr=1.0)
+    amp.initialize(base, optimizer, opt_level="O1", verbosity=0, loss_scale=64.0)
+    loss = head(base(torch.ones(3, 4))).float().square().mean()
+    if how == "amp.scale":
+        amp.scale(loss).backward()
+        other = nn.Linear(2, 2)
+        amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), opt_level="O1", verbosity=0, loss_scale=64.0)
+    else:
+        optimizer._prepare_amp_backward()
+        (loss * 64.0).backward()
+        optimizer._post_amp_backward(amp._amp_state.loss_scalers[0])
+    optimizer.add_param_group({"params": list(head.parameters())})
+    with pytest.raises(AmpStateError, match="joined SGD with a gradient"):
+        optimizer.step()
 
 
 @pytest.mark.filterwarnings("ignore:SGD.step.. takes gradients of a backward.. outside of amp.scale_loss")

@@ -287,3 +287,16 @@ def test_gradients_that_became_another_processs_are_not_written_again():
         shared.append(param.grad.data_ptr())
         param.grad = None
     assert shared[0] != shared[1] != shared[2]
+
+
+@NATIVE
+def test_memory_of_gradients_is_let_go_when_it_is_forgotten():
+    param = torch.nn.Parameter(torch.zeros(65_536, dtype=torch.float16))
+    param.grad_dtype = None
+    handle, list_check = kernels.tensor_lists.params([param]), kernels.ListCheck()
+    param.grad = torch.full_like(param, 8.0)
+    list_check.look(handle, b"\0", True, False, *(torch.tensor(x) for x in (4.0, 0.0, 0.0)), None)
+    storage = param.grad.untyped_storage()
+    uses = torch._C._storage_Use_Count(storage._cdata)
+    list_check.forget_gradients()
+    assert torch._C._storage_Use_Count(storage._cdata) == uses - 1

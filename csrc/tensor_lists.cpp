@@ -254,9 +254,9 @@ void replace_gradients(Tensors const& params, OptionalTensors const& before, Opt
   }
 }
 
-std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors const& params, std::string const& plain,
-                           bool unscales, bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf,
-                           at::Tensor const& norm, ScaleTensors const* update) {
+std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors const& params,
+                           std::string const& plain, bool unscales, bool keeps_half, at::Tensor const& scale,
+                           at::Tensor const& found_inf, at::Tensor const& norm, ScaleTensors const* update) {
   TORCH_CHECK_VALUE(params.size() == plain.size(), "look: there are ", params.size(), " parameters, but plain has ",
                     plain.size(), " entries.");
   Gradients found = gradients(params);

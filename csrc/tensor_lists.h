@@ -140,9 +140,9 @@ struct Looked {
 //   memory     of the last look at these parameters
 //   scale      float32 []: gradients are divided by it
 //   found_inf, norm, update   see ListOperation::run
-std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors const& params, std::string const& plain, bool unscales,
-                           bool keeps_half, at::Tensor const& scale, at::Tensor const& found_inf,
-                           at::Tensor const& norm, ScaleTensors const* update);
+std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors const& params,
+                           std::string const& plain, bool unscales, bool keeps_half, at::Tensor const& scale,
+                           at::Tensor const& found_inf, at::Tensor const& norm, ScaleTensors const* update);
 
 bool any_gradient(Tensors const& tensors);
 

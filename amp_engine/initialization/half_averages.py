@@ -80,6 +80,7 @@ def note_writes(model: nn.Module, args: object) -> None:
 
     Where these follow other weights, as a momentum encoder does, or are stepped by hand, rounding loses small updates.
     Such code writes through `.data`, so samples of the values are compared. A checkpoint that is loaded is no write.
+    Of a model that is a copy, the parameters are noted for a warning when an optimizer steps them.
     Does nothing in a compiled graph, a CUDA graph, a trace, functorch or a dispatch mode. No host sync.
     """
     if torch.compiler.is_compiling():

@@ -192,7 +192,7 @@ class Reference:
             self.scan(o)
             if self.has_gradients(o):
                 grads = {name: self.params[name].grad for name in self.names(o)}
-                self.widen(o, {n for n, g in grads.items() if g is not None and (g.is_neg() or not g._is_view())})
+                self.widen(o, {n for n, g in grads.items() if g is not None and not g._is_view()})
             else:
                 self.forget(o)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_engine import AmpStateError, amp
+from amp_engine import AmpStateError, amp, kernels
 from tests.support import scaler_numbers
 
 # Steps without a gradient say so, which other tests look at.
@@ -497,6 +497,17 @@ def test_a_gradient_in_memory_of_others_is_set_aside_in_memory_of_its_own(kind: 
         assert cell.param.grad is not None
         assert cell.param.grad.data_ptr() == bucket.data_ptr()
         assert bucket.tolist() == [[6.0] * SIZE, [100.0] * SIZE]
+
+
+def test_an_exit_that_adds_to_earlier_gradients_keeps_no_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgets: list[kernels.ListCheck] = []
+    monkeypatch.setattr(kernels.ListCheck, "forget_gradients", lambda check: forgets.append(check))
+    cell = Cell("half, master", 8.0)
+    cell.backward(2.0)
+    assert not forgets
+    cell.backward(4.0)
+    assert len(forgets) == 1
+    assert cell.grad == 6.0
 
 
 @pytest.mark.parametrize("zeroes", ["the buffer", "zero_grad"])

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 
 from amp_engine import __version__
@@ -60,4 +61,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        status = 1
+    sys.exit(status)

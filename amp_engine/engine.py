@@ -296,7 +296,7 @@ class Engine:
             self._initialized.refuse_known(request.optimizers, request.wrappers)
 
             self.reporter.verbosity = verbosity
-            for line in report.initialization(request.defaults, decided, verbosity):
+            for line in report.initialization(request.defaults, decided, request.options(), verbosity):
                 self.reporter.say(line, rank0=True)
 
             notes = cast_notes.notes(request.models, decided)

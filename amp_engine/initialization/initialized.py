@@ -108,6 +108,13 @@ class Initialized:
         found: OverflowWatch = self._tools["overflows"]
         return found
 
+    def options(self) -> dict[str, str]:
+        """The options of the models' requests, see `Request.options`; the last one's where several differ."""
+        found: dict[str, str] = {}
+        for request in self._requests.values():
+            found |= request.options()
+        return found
+
     def begin(self) -> None:
         """Forget what was counted, and what tools keep, of earlier models."""
         if "overflows" in self._tools:

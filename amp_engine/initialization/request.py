@@ -17,6 +17,7 @@ from amp_engine.ground.distributed import without_wrapper
 from amp_engine.ground.dtypes import parse_dtype
 from amp_engine.initialization import arguments
 from amp_engine.initialization.cast_model import cast_targets
+from amp_engine.kernels import CODES
 from amp_engine.levels import levels, report
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
 from amp_engine.levels.policy import Policy, Skips, check_casts, parse_skips, require
@@ -66,6 +67,17 @@ class Request:
     on_host: bool
     names: Callable[[], Mapping[int, str]]
     judge: Callable[[Optimizer, Container[int]], HalfWeights | None]
+
+    def options(self) -> dict[str, str]:
+        """What was asked for about gradients, moments and memory, and is not the default: keyword -> value."""
+        moments = "8bit" if self.moment_dtype is CODES else str(self.moment_dtype)
+        given = (
+            ("moment_dtype", moments, self.moment_dtype is not torch.float32),
+            ("gradients", "half", self.keeps_half),
+            ("release_gradients", "True", self.releases),
+            ("masters_on", "cpu", self.on_host),
+        )
+        return {name: value for name, value, is_given in given if is_given}
 
     def without_objects(self) -> Request:
         """The request of no model and no optimizer, which keeps none alive."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -149,21 +149,27 @@ def complain(text: str, rank0: bool = False) -> None:
         messages.say(f"Warning:  {text}", logging.WARNING, stacklevel=2)
 
 
-def initialization(defaults: Policy, policy: Policy, verbosity: int) -> Iterator[str]:
-    """Yield the lines that `initialize` says about a level and the user's overrides; at a `verbosity` of 2 apex's."""
+def initialization(defaults: Policy, policy: Policy, options: Mapping[str, str], verbosity: int) -> Iterator[str]:
+    """Yield the lines that `initialize` says about a level and the user's overrides; at a `verbosity` of 2 apex's.
+
+    Args:
+        options: keyword -> value of options that are no properties of a level, where they are not the default.
+    """
     brief = f"Selected optimization level {BRIEFS[str(defaults.opt_level)]}"
     if verbosity > 1:
         yield brief
         yield "Defaults for this optimization level are:"
-        yield from _properties(defaults)
+        yield from _lines(defaults.properties())
         yield "Processing user overrides (additional kwargs that are not None)..."
         yield "After processing overrides, optimization options are:"
-        yield from _properties(policy)
+        yield from _lines(policy.properties())
+        yield from _lines(options)
         return
     yield brief.rstrip()
     before = defaults.properties()
-    if changed := [f"{name}={value}" for name, value in policy.properties().items() if value != before[name]]:
-        yield f"Overrides:  {', '.join(changed)}"
+    changed = {name: value for name, value in policy.properties().items() if value != before[name]}
+    if overrides := [f"{name}={value}" for name, value in {**changed, **options}.items()]:
+        yield f"Overrides:  {', '.join(overrides)}"
 
 
 def steps(kind: str, masters: str, is_by_kernels: bool, is_released: bool, bytes_each: float) -> str:
@@ -248,8 +254,8 @@ def static_overflow_message(loss_id: int, loss_scale: float) -> str:
     )
 
 
-def _properties(policy: Policy) -> Iterator[str]:
-    for name, value in policy.properties().items():
+def _lines(values: Mapping[str, object]) -> Iterator[str]:
+    for name, value in values.items():
         yield f"{name:22} : {value}"
 
 

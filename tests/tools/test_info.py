@@ -118,6 +118,15 @@ def test_it_exits_with_0_also_when_the_kernels_are_off():
     assert "AMP_ENGINE_BUILD=none turns the compiled kernels off" in done.stdout
 
 
+def test_a_reader_who_leaves_early_sees_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "amp_engine", "info"]
+    done = subprocess.run(line, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 CPUS = {
     "EPYC with AVX2": ("x86_64", {"avx2"}, "", {"bfloat16", "float16"}),
     "Xeon with AVX-512": ("x86_64", {"avx512_f"}, "", {"bfloat16", "float16"}),

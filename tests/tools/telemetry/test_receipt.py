@@ -100,6 +100,31 @@ def test_overrides_are_told_from_what_the_level_says() -> None:
         assert "the level alone: dynamic" in str(found)
 
 
+OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str]]]] = {
+    "moments": ("O1", {"moment_dtype": torch.bfloat16}, {"moment_dtype": ("torch.bfloat16", "torch.float32")}),
+    "codes": ("O5", {"moment_dtype": "8bit"}, {"moment_dtype": ("8bit", "torch.float32")}),
+    "half gradients": ("O2", {"gradients": "half"}, {"gradients": ("half", "float32")}),
+    "released": ("O5", {"release_gradients": True}, {"release_gradients": ("True", "False")}),
+    "on the CPU": ("O5", {"masters_on": "cpu"}, {"masters_on": ("cpu", "None")}),
+}
+
+
+@pytest.mark.skipif(not kernels.has_native(CPU), reason="only compiled kernels take these options")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_beside_the_level_are_overrides_in_the_receipt_and_in_the_first_lines(
+    options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    level, given, expected = OPTIONS[options]
+    with Engine() as engine:
+        model = Mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine.initialize(model, optimizer, opt_level=level, **given)
+        ((name, (value, _)),) = expected.items()
+        assert f"Overrides:  {name}={value}" in capsys.readouterr().out.splitlines()
+        overrides = {p.name: (p.value, p.default) for p in receipt(engine).asked.properties if p.is_override}
+        assert overrides == expected
+
+
 # --- models ---------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from amp_engine.engine import Engine
 from amp_engine.levels import levels
 from amp_engine.levels.policy import Policy, parse_skips
@@ -48,6 +50,7 @@ class Asked:
     properties: tuple[Property, ...]
 
 
+_DEFAULTS = {"moment_dtype": torch.float32, "gradients": "float32", "release_gradients": False, "masters_on": None}
 NOT_ENABLED = Asked(False, None, "enabled=False: amp leaves everything as it is.", ())
 
 
@@ -66,6 +69,7 @@ def described(engine: Engine, policy: Policy) -> Asked:
         rows.append(("skip_on_overflow", skips.value, default.value))
     if (casts := engine.function_casts.casts) is not None:
         rows.append(("casts", "everywhere" if casts.everywhere else "model", "everywhere"))
+    rows += [(name, value, _DEFAULTS[name]) for name, value in engine._initialized.options().items()]
     properties = tuple(Property(name, str(value), str(default)) for name, value, default in rows)
     return Asked(True, level, levels.BRIEFS[level].strip(), properties)
 

@@ -37,8 +37,8 @@ from amp_engine.optimizers.base import FusedOptimizer
 from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import (
     inner_optimizers,
-    only_hands_on,
     parameters_elsewhere,
+    refuse_around_masters,
     shares_groups,
     takes_hooks,
 )
@@ -440,16 +440,6 @@ def missing_kernels(models: Sequence[nn.Module]) -> Iterator[str]:
     types = dict.fromkeys(p.device.type for model in models for p in model.parameters())
     found = (missing(torch.device(kind)) for kind in types if kind in ("cpu", "cuda"))
     yield from dict.fromkeys(reason for reason in found if reason is not None)
-
-
-def refuse_around_masters(wrapper: Any, inner: Optimizer) -> None:
-    """Raise AmpStateError for a wrapper that reads and writes the weights in the groups, which are half parameters."""
-    if not isinstance(wrapper, LARC) and not only_hands_on(wrapper, inner):
-        raise AmpStateError(
-            f"A {type(wrapper).__name__} is around an optimizer with FP32 masters, which lie beside the groups: it "
-            "would go on from half parameters.  Choose opt_level='O4' (or 'O1'), where the parameters are FP32, or do "
-            "what it does inside of `with amp.on_masters(optimizer):`."
-        )
 
 
 ZERO_IN_FLOAT16 = 2.0**-25  # half of float16's smallest number: a tie, which rounds to even, so to 0

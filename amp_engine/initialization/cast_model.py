@@ -98,11 +98,12 @@ class CastModelInputs(CastInputs):
     def __init__(self, dtype: torch.dtype, inputs: Inputs, arguments: Arguments) -> None:
         super().__init__(dtype)
         self._inputs, self._arguments = inputs, arguments
+        self.is_average = False  # True in a copy of which a warning has said that it averages in low precision
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastModelInputs:
-        if self.dtype in LOW_PRECISION:
-            warn_of_low_precision_average(self.dtype)
-        return type(self)(self.dtype, copy.copy(self._inputs), self._arguments)
+        copied = type(self)(self.dtype, copy.copy(self._inputs), self._arguments)
+        copied.is_average = self.dtype in LOW_PRECISION and warn_of_low_precision_average(self.dtype)
+        return copied
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""

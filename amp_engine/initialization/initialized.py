@@ -23,7 +23,7 @@ from amp_engine.ground.callers import warn
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.ground.tools import tool
-from amp_engine.initialization.arguments import check_has_groups, refuse_around_masters
+from amp_engine.initialization.arguments import check_has_groups
 from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.loaded_on_ranks import agree
@@ -39,7 +39,7 @@ from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import release_fused_step
 from amp_engine.optimizers.rules import rule_of
-from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
+from amp_engine.optimizers.wrapped import inner_optimizers, refuse_around_masters, takes_hooks
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping import exact_state
 from amp_engine.stepping.arithmetic import is_zero

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 
+from amp_engine.errors import AmpStateError
 from amp_engine.ground.reachable import held, reachable
 from amp_engine.optimizers.larc import LARC
 
@@ -67,6 +70,29 @@ def only_hands_on(wrapper: Any, inner: Optimizer) -> bool:
     """True if `wrapper` has no groups and no state but those of `inner`, as Accelerate's and Lightning's."""
     own = getattr(wrapper, "param_groups", None), getattr(wrapper, "state", None)
     return own[0] is inner.param_groups and own[1] is inner.state
+
+
+def refuse_around_masters(wrapper: Any, inner: Optimizer) -> None:
+    """Raise AmpStateError for a wrapper that reads and writes the weights in the groups, which are half parameters."""
+    if not isinstance(wrapper, LARC) and not only_hands_on(wrapper, inner):
+        raise AmpStateError(
+            f"A {type(wrapper).__name__} is around an optimizer with FP32 masters, which lie beside the groups: it "
+            "would go on from half parameters.  Choose opt_level='O4' (or 'O1'), where the parameters are FP32, or do "
+            "what it does inside of `with amp.on_masters(optimizer):`."
+        )
+
+
+def refuse_calling(inner: Optimizer) -> None:
+    """In a step: raise AmpStateError if a wrapper without hooks calls it that `refuse_around_masters` refuses."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "step" and code.co_argcount:  # `f_locals` of a longer call would keep its tensors alive
+            caller = frame.f_locals.get(code.co_varnames[0])
+            within = inner_optimizers(caller) if isinstance(caller, Optimizer) and not takes_hooks(caller) else {}
+            if any(one is inner for one in within.values()):
+                refuse_around_masters(caller, inner)
+        frame = frame.f_back
 
 
 def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:

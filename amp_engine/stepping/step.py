@@ -29,7 +29,7 @@ from amp_engine.ground.devices import moved
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import CODES, tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
-from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
+from amp_engine.optimizers.wrapped import inner_optimizers, refuse_calling, takes_hooks
 from amp_engine.stepping import exact_state, shards
 from amp_engine.stepping.gradient_warnings import refuse_own_step, warn_of_rounded_masters
 from amp_engine.stepping.half_weights import warn_of_copy
@@ -210,6 +210,7 @@ class StepHook:
         self._is_stepping = False
         self._incoming: dict[str, Any] = {}
         self._was_loaded = False  # True if FP32 state was loaded since the last step
+        self._is_first = True  # until a step has looked at who calls it
         self._release: Release | None = None
         self._host: HostStep | None = None
         optimizer = record.optimizer
@@ -288,6 +289,10 @@ class StepHook:
             return None
         owner, record = self._owner, self._record
         self._prepare()
+        if self._is_first and not record.rows.is_shown:
+            if record.rows.kind is not None:
+                refuse_calling(optimizer)
+            self._is_first = False
         if self._was_loaded:
             self._was_loaded = False
             warn_of_rounded_masters(optimizer, record.rows)

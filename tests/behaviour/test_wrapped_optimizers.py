@@ -155,6 +155,27 @@ def test_beside_masters_it_is_refused_and_nothing_has_changed(keywords: dict[str
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@both
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_beside_masters_one_that_was_made_around_an_initialized_optimizer_is_refused_at_its_step(
+    level: str, shape: str
+) -> None:
+    model = MLP.model()
+    bare = INNER["SGD"](model.parameters())
+    amp.initialize(model, bare, opt_level=level, verbosity=0, loss_scale=1.0)
+    optimizer = wrapped(shape, bare)
+    before = masters(bare)
+    for _ in range(2):
+        MLP.loss(model, MLP.batch()).backward()
+        with pytest.raises(AmpStateError, match=f"A {type(optimizer).__name__} is around.*opt_level='O4'"):
+            optimizer.step()
+    assert_bitwise(masters(bare), before)
+    with amp.on_masters(bare):
+        optimizer.step()
+    bare.step()
+    assert not torch.equal(masters(bare)[0], before[0])
+
+
 class AcceleratesShape(Optimizer):
     """Groups and state are those inside, asked for each time."""
 

@@ -107,7 +107,7 @@ def mixed_types(error: RuntimeError, model: nn.Module, dtype: torch.dtype | None
     other = "O4" if dtype is torch.bfloat16 else "O1"
     return AmpStateError(
         f"{type(innermost).__name__}{f' {name!r}' if name else ''} gave an operation both float32 and {half}, at "
-        f"{place}: {error}.  The model computes in {half}, and its forward has made or kept float32.  "
+        f"{place}: {str(error).rstrip('.')}.  The model computes in {half}, and its forward has made or kept float32.  "
         f"Write .to(torch.{half}) there, or call amp.keep_float({module}) before amp.initialize, or choose "
         f"opt_level={other!r}, which casts functions."
     )

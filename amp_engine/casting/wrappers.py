@@ -176,12 +176,13 @@ def wrap(wrapper: Wrapper, fn: Any, current: Current, name: str | None = None) -
 def deferred(kind: str, fn: F, current: Current, without: Callable[[str, str], None] = lambda kind, name: None) -> F:
     """Wrap `fn` to be cast as `kind` ("half", "float", "promote") by the casts that are current at each call.
 
-    If there are no casts then, `without` is called with `kind` and the function's name.
+    If there are no casts then, `without` is called with `kind` and the name of a function that is not of amp_engine.
     """
+    is_own = str(getattr(fn, "__module__", "")).startswith("amp_engine.")
 
     def active() -> Casts | None:
         casts = current()
-        if casts is None and not torch.compiler.is_compiling():
+        if casts is None and not is_own and not torch.compiler.is_compiling():
             without(kind, getattr(fn, "__qualname__", _name(fn)))
         return casts if casts is not None and casts.is_active else None
 

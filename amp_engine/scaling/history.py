@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from amp_engine.scaling.outcome import Outcome
 
@@ -33,6 +34,20 @@ class Point:
     overflows: int = 0
 
 
+class Loss(NamedTuple):
+    """A finite loss without overflow.
+
+    Attributes:
+        number: of its backward in its engine.
+        value: the loss.
+        of: tells losses apart that share a `loss_id`, as those of a GAN may.
+    """
+
+    number: int
+    value: float
+    of: tuple[int, ...] = ()
+
+
 class Track:
     """One loss and its scale.
 
@@ -44,8 +59,7 @@ class Track:
         backwards: number of backwards that the host knows of, with those that were thinned out of `points`.
         overflows: number of these backwards that overflowed.
         points: at most `LIMIT`, oldest first.
-        losses: the last finite losses without overflow that reached the host, one for each step, in order of arrival,
-            with the numbers of their backwards in their engine.
+        losses: the last ones that reached the host, one for each step, in order of arrival.
     """
 
     def __init__(self, scale: float | None = None) -> None:
@@ -53,21 +67,27 @@ class Track:
         self.backwards = 0
         self.overflows = 0
         self.points = [] if scale is None else [Point(0, scale)]
-        self.losses: deque[tuple[int, float]] = deque(maxlen=KEPT_LOSSES)
+        self.losses: deque[Loss] = deque(maxlen=KEPT_LOSSES)
 
     def add(
-        self, overflowed: bool, scale: float, number: int = 0, loss: float | None = None, follows: int | None = None
+        self,
+        overflowed: bool,
+        scale: float,
+        number: int = 0,
+        loss: float | None = None,
+        follows: int | None = None,
+        of: tuple[int, ...] = (),
     ) -> None:
         """Add a backward, after which the scale is `scale`; the other arguments are those of `ScaleHistory.note`."""
         self.backwards += 1
         if loss is not None and not overflowed and math.isfinite(loss):
             losses = self.losses
             if losses:
-                last = losses[-1][0]
+                last = losses[-1].number
                 # The optimizers of a delayed backward are closed one by one, and each notes it under the same number.
                 if last == follows or last == number != 0:
                     losses.pop()
-            losses.append((number, loss))
+            losses.append(Loss(number, loss, of))
         if scale == self.scale and not overflowed:  # nearly all backwards
             return
         self.scale = scale
@@ -90,7 +110,7 @@ class ScaleHistory:
     def __init__(self) -> None:
         self._tracks: defaultdict[int, Track] = defaultdict(Track)
         # Arguments of `note`, oldest first.
-        self._waiting: deque[tuple[int, Outcome, int, int | None]] = deque()
+        self._waiting: deque[tuple[int, Outcome, int, int | None, tuple[int, ...]]] = deque()
 
     def begin(self, scales: Sequence[float]) -> None:
         """Discard the history, and start with the first scale of each loss."""
@@ -98,7 +118,9 @@ class ScaleHistory:
         self._tracks.clear()
         self._tracks.update((loss_id, Track(scale)) for loss_id, scale in enumerate(scales))
 
-    def note(self, loss_id: int, outcome: Outcome, number: int = 0, follows: int | None = None) -> None:
+    def note(
+        self, loss_id: int, outcome: Outcome, number: int = 0, follows: int | None = None, of: tuple[int, ...] = ()
+    ) -> None:
         """Keep a concluded backward, added when the history is read, or many or large ones are kept. Does not wait.
 
         Ignores a captured backward, as the host does not see the replays that run it.
@@ -106,10 +128,11 @@ class ScaleHistory:
         Args:
             number: the number of the backward in its engine; 0 if it has none.
             follows: the number of the backward before it that is for the same step.
+            of: see Loss.
         """
         if outcome.is_captured:
             return
-        self._waiting.append((loss_id, outcome, number, follows))
+        self._waiting.append((loss_id, outcome, number, follows, of))
         if len(self._waiting) > _LET_WAIT or outcome.keeps_loss:
             self.hear(wait=False)
 
@@ -125,10 +148,10 @@ class ScaleHistory:
         self.hear(wait=False)
         return self._tracks[loss_id]
 
-    def losses_before(self, loss_id: int, number: int) -> list[float]:
-        """Return the known `Track.losses` of backwards before `number`, or of all if it is 0. Does not wait."""
+    def losses_before(self, loss_id: int, number: int, of: tuple[int, ...] = ()) -> list[float]:
+        """Return the known losses `of` backwards before `number`, or of all if it is 0. Does not wait."""
         losses = tuple(self.track(loss_id).losses)  # a copy, as another thread may add losses
-        return [loss for earlier, loss in losses if earlier < number or number == 0]
+        return [one.value for one in losses if one.of == of and (one.number < number or number == 0)]
 
-    def _add(self, loss_id: int, outcome: Outcome, number: int, follows: int | None) -> None:
-        self._tracks[loss_id].add(outcome.overflowed(), outcome.next_scale(), number, outcome.number(), follows)
+    def _add(self, loss_id: int, outcome: Outcome, number: int, follows: int | None, of: tuple[int, ...]) -> None:
+        self._tracks[loss_id].add(outcome.overflowed(), outcome.next_scale(), number, outcome.number(), follows, of)

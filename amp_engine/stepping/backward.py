@@ -94,6 +94,7 @@ class Backward:
         self.of_written: list[Backward] = []
         self.accumulation = Accumulation()
         self.micro_batches = 0, 0
+        self.of: tuple[int, ...] = ()  # the ids of the records that list its optimizers
         self.number = 0  # among the scaled backwards of its engine, from 1
 
     def has_bad_loss(self) -> bool:

@@ -22,6 +22,7 @@ from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.levels.policy import Skips
 from amp_engine.optimizers.fused_step import fused_step_of
+from amp_engine.scaling.history import Loss
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.outcome import is_number
 from amp_engine.scaling.scaler import LossScaler
@@ -269,7 +270,7 @@ class Records:
         loss_id = backward.loss_id
         if math.isfinite(value):
             self._bad_losses.pop(loss_id, None)
-            self.scaling.history.track(loss_id).losses.append((backward.number, value))
+            self.scaling.history.track(loss_id).losses.append(Loss(backward.number, value))
             return
         in_a_row = self._bad_losses[loss_id] = self._bad_losses.get(loss_id, 0) + 1
         for tell in self.events.unchecked.observers:
@@ -430,7 +431,7 @@ class Records:
         agrees = backward.skips and has_ranks()
         groups = list(dict.fromkeys(group for one in records for group in one.ranks.groups())) if agrees else []
         # Reset, since a backward with `delay_unscale` is closed once for each optimizer.
-        backward.update, backward.checked = None, []
+        backward.update, backward.checked, backward.of = None, [], tuple(map(id, records))
         backward.may_update = (
             check and len(records) == 1 and not groups and scaler.auto is None and not delay_overflow_check
         )
@@ -466,7 +467,7 @@ class Records:
             if concludes:
                 backward.conclude(outcome)
             if is_noted:
-                self.scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows)
+                self.scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows, backward.of)
 
         if reduction is None:
             conclude()

@@ -107,6 +107,15 @@ def test_under_O1_it_runs_in_float32_like_the_functions_of_torch(kind, opt_level
         assert module(input).dtype == (FLOAT if kind in MIXED else low)
 
 
+@pytest.mark.parametrize("kind", [*LAYER, *RMS])
+def test_where_the_model_is_cast_nothing_is_said_of_what_the_norm_is_made_of(kind, capsys):
+    model = nn.Sequential(nn.Linear(4, 4), kind(4))
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2")
+    capsys.readouterr()
+    model(torch.ones(2, 4))
+    assert capsys.readouterr().out == ""
+
+
 def test_the_functions_take_the_arguments_of_apex():
     input, weight, bias = torch.randn(2, 4, dtype=HALF), torch.rand(4), torch.rand(4)
     layer = F.layer_norm(input.float(), (4,), weight, bias, 1e-6)

@@ -141,7 +141,7 @@ def test_a_loss_of_several_optimizers_is_kept_once(is_delayed: bool) -> None:
             optimizer.step()
             with pytest.warns(AmpGradientWarning, match="reached none") if index == 0 else nullcontext():
                 other.step()
-        assert [number for number, _ in engine._scaling.history.track(0).losses] == [1, 2, 3]
+        assert [loss.number for loss in engine._scaling.history.track(0).losses] == [1, 2, 3]
 
 
 def test_a_step_of_three_backwards_keeps_the_last_loss() -> None:
@@ -153,7 +153,7 @@ def test_a_step_of_three_backwards_keeps_the_last_loss() -> None:
                 with engine.scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
             optimizer.step()
-        assert [number for number, _ in engine._scaling.history.track(0).losses] == [3, 6]
+        assert [loss.number for loss in engine._scaling.history.track(0).losses] == [3, 6]
 
 
 def test_numbers_that_a_device_computes_have_arrived_when_somebody_has_read_them(

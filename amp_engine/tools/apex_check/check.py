@@ -366,7 +366,7 @@ def _verdict(name: str, row: Row | None) -> tuple[Verdict, str]:
     if row is not None:
         return row.verdict, row.text
     similar = inventory.similar(name)
-    return "unknown", "unknown to apex, too" + (f": a typo of {similar}?" if similar else ", as far as known here")
+    return "unknown", "not known as a name of apex" + (f": a typo of {similar}?" if similar else "")
 
 
 @functools.cache

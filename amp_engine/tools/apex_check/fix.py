@@ -1,7 +1,7 @@
 """`python -m amp_engine.apex --fix PATH...` adds one line to each file that imports apex; `--undo` removes it.
 
-The line is at the top level, before the first statement that imports apex or tests for it. Files are parsed, never run;
-all other bytes stay as they are.
+The line is at the top level, before the first statement that imports apex, tests for it, or imports a module that is
+not Python's own, since that may do so. Files are parsed, never run; all other bytes stay as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from amp_engine.tools.apex_check import check
-from amp_engine.tools.apex_check.imports import asks_for_apex, installs
+from amp_engine.tools.apex_check.imports import asks_for_apex, imports_others, installs
 
 LINE = b"import amp_engine.apex.install  # for the imports of apex below; `python -m amp_engine.apex --undo` removes it"
 BY_HAND = "put `import amp_engine.apex.install` before its first import of apex by hand"
@@ -65,6 +65,7 @@ def with_line(path: Path, source: bytes) -> bytes:
     first = next((i for i, statement in enumerate(tree.body) if asks_for_apex(statement)), None)
     if first is None or any(installs(node) for node in ast.walk(tree)):
         return source
+    first = next((i for i, statement in enumerate(tree.body[:first]) if imports_others(statement)), first)
     while first and _first_line(tree.body[first]) <= (tree.body[first - 1].end_lineno or 0):  # `import os; import apex`
         first -= 1
     lines = source.splitlines(keepends=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 
 from amp_engine.tools.apex_check import inventory
 
@@ -21,6 +22,22 @@ def asks_for_apex(statement: ast.stmt) -> bool:
                 if ast.unparse(node.func).rpartition(".")[2] in _BY_STRING:
                     return True
     return False
+
+
+def imports_others(statement: ast.stmt) -> bool:
+    """True if a statement imports a module that is neither Python's own nor torch or NumPy, as these know no apex."""
+    for node in ast.walk(statement):
+        match node:
+            case ast.Import(names=names) if any(_may_ask(alias.name) for alias in names):
+                return True
+            case ast.ImportFrom(module=module, level=level) if level or _may_ask(str(module)):
+                return True
+    return False
+
+
+def _may_ask(name: str) -> bool:
+    root = name.split(".")[0]
+    return root not in sys.stdlib_module_names and root not in ("numpy", "torch")
 
 
 def _is_root(name: str) -> bool:

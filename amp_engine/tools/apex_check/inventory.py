@@ -130,6 +130,26 @@ DIFFERENT = {
 
 # Maps one name or several to what to write.
 MISSING = {
+    "apex.__version__": "write amp_engine.__version__",
+    "apex.normalization.fused_layer_norm.FusedLayerNormAffineFunction": (
+        "write fused_layer_norm_affine(input, weight, bias, normalized_shape, eps) of the same module"
+    ),
+    "apex.normalization.fused_layer_norm.FusedLayerNormFunction": (
+        "write fused_layer_norm(input, normalized_shape, eps) of the same module"
+    ),
+    "apex.normalization.fused_layer_norm.FusedRMSNormAffineFunction": (
+        "write fused_rms_norm_affine(input, weight, normalized_shape, eps) of the same module"
+    ),
+    "apex.normalization.fused_layer_norm.FusedRMSNormFunction": (
+        "write fused_rms_norm(input, normalized_shape, eps) of the same module"
+    ),
+    "apex.normalization.fused_layer_norm.manual_rms_norm": "write torch.nn.functional.rms_norm",
+    "apex.mlp.mlp_function apex.mlp.mlp.mlp_function": "write apex.mlp.MLP",
+    "apex.parallel.ReduceOp": "write torch.distributed.ReduceOp",
+    "apex.optimizers.FusedAdam(max_grad_norm=)": (
+        "leave it out, and clip before step(): clip_master_grads(max_norm) of FP16_Optimizer, else clip_grad_norm_ of "
+        "amp_engine.amp"
+    ),
     "apex.amp.wrap": "write half_function, float_function or promote_function of apex.amp",
     "apex.amp.initialize(combine_grad=)": (
         "leave it out: it is of a fork for Ascend devices; the step here reads gradients in one pass as they are"

@@ -216,7 +216,7 @@ class OverflowWatch:
         is_finite = loss is None or math.isfinite(loss)
         if is_finite or origin is None:
             self.evidence.expect(loss_id, is_finite)
-        earlier = self._scaling.history.losses_before(loss_id, backward.number)
+        earlier = self._scaling.history.losses_before(loss_id, backward.number, backward.of)
         came_from_outside = origin is not None and origin.operation is None and not origin.is_parameter
         cause = likely_cause(
             loss,

@@ -197,9 +197,9 @@ def test_what_is_not_served_is_answered_with_what_to_write(script, name, instead
 def test_a_name_that_apex_never_had_may_be_a_typo(script):
     (finding,) = findings(script("from apex.parallel import DistributedDataParalel"))
     assert finding.verdict == "unknown"
-    assert finding.text == "unknown to apex, too: a typo of apex.parallel.DistributedDataParallel?"
+    assert finding.text == "not known as a name of apex: a typo of apex.parallel.DistributedDataParallel?"
     (finding,) = findings(script("import apex.zzz"))
-    assert finding.text == "unknown to apex, too, as far as known here"
+    assert finding.text == "not known as a name of apex"
 
 
 def test_a_keyword_that_is_not_taken_is_reported_where_it_is_written(script):

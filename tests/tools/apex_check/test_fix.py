@@ -11,6 +11,8 @@ from amp_engine.tools.apex_check.fix import LINE
 ADDED = LINE.decode() + "\n"
 FIXED = {
     "import": ("import torch\n", "from apex import amp\nprint(amp)\n"),
+    "one that may ask for apex": ("import os\n", "import transformers\nimport torch\nfrom apex import amp\n"),
+    "one of the project": ("import numpy as np\n", "from .helpers import f\nfrom apex import amp\n"),
     "no import before it": ("", "import apex\n"),
     "docstring and future": ('"""Trains."""\nfrom __future__ import annotations\n', "import apex.amp as amp\n"),
     "within try": ("import os\n", "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n"),

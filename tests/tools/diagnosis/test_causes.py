@@ -300,6 +300,22 @@ def test_nan_that_a_lower_scale_may_mend_is_not_called_undefined(
     assert "Why is not known" in said
 
 
+def test_losses_of_other_optimizers_are_no_losses_before(engine: Engine) -> None:
+    """A GAN's two losses may share a loss_id."""
+    model, other = net(), net()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (model, other)]
+    engine.initialize([model, other], optimizers, opt_level="O2", verbosity=0)
+    for _ in range(12):
+        for one, optimizer, factor in ((model, optimizers[0], 1.0), (other, optimizers[1], 1e9)):
+            with engine.scale_loss((one(torch.ones(3, 4)).float() + 1.0).mean() * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    records = engine.overflow_report()
+    assert len(records) >= 12
+    assert not any("have grown" in str(record) for record in records)
+
+
 def test_the_diagnosis_sees_that_the_loss_has_grown(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     model = net()
     trained(engine, model, lambda step: (model(torch.ones(3, 4)).float() + 1.0).mean() * (1e9 if step > 3 else 1.0), 12)

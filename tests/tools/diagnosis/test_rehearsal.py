@@ -119,7 +119,7 @@ def history_of_a_rehearsed_rank(rank: int) -> dict[str, Any]:
                 optimizer.zero_grad()
             engine.find_overflow(batch)
             track = engine._scaling.history.track(0)
-            found[level] = track.backwards, [number for number, _ in track.losses]
+            found[level] = track.backwards, [loss.number for loss in track.losses]
     return found
 
 

@@ -54,6 +54,7 @@ class ForwardCasts:
             converted.
         of_island: True if the module computes in FP32 inside of a half model: it casts half inputs in each call, and
             outputs only in calls from inside of a forward that casts.
+        keeps_half: True if a part that is called from outside gives half outputs, as it did before the cast.
         of_model: casts the inputs, the same for the model and its parts.
         warnings: what is said once, the same for the model and its parts.
     """
@@ -64,6 +65,7 @@ class ForwardCasts:
     of_part: bool = False
     of_typed: bool = False
     of_island: bool = False
+    keeps_half: bool = False
     of_model: Inputs = field(default_factory=Inputs, compare=False)
     warnings: ModelWarnings = field(default_factory=ModelWarnings, compare=False)
 
@@ -238,6 +240,7 @@ def _cast_around(
             return forward(module, *args, **kwargs)
         if not torch.compiler.is_compiling():
             casts.warnings.warn_of_autocast()
+        outputs = None if casts.keeps_half else outputs
         if _is_recomputed(module):
             inputs = outputs = None  # kept modules in it are called from inside
         elif not has_parameter_of(module, inputs):

@@ -98,6 +98,10 @@ def parse_dtype(value: object, argument: str, allow_float64: bool = False) -> to
     )
 
 
-def followed(master: Tensor, param: Tensor) -> Tensor:
-    """Return `master` where it still rounds to `param`, else `param`: float32, of the same shape. No host sync."""
-    return torch.where(param == master.to(param.dtype), master, param.float())
+def followed(master: Tensor, param: Tensor, half: torch.dtype | None = None) -> Tensor:
+    """Return `master` where it still rounds to `param`, else `param`: float32, of the same shape. No host sync.
+
+    Args:
+        half: the type in which `param` was rounded, before other code converted it; None: its own.
+    """
+    return torch.where(param == master.to(half or param.dtype).to(param.dtype), master, param.float())

@@ -53,6 +53,18 @@ def came_in_half(model: nn.Module) -> bool:
     return any(name in came for came, params in of_each for name, _ in params)
 
 
+_LABELS = frozenset(("label", "labels", "target", "targets"))
+"""Arguments of a forward that computes the loss."""
+
+
+def left_alone_of(model: nn.Module, asked: frozenset[str] | None) -> frozenset[str] | None:
+    """Return the names of arguments that are not cast: those asked for, and labels of a model that came in half.
+
+    Its script has cast what such a model computes with, and losses take FP32 labels beside half outputs.
+    """
+    return asked if asked is None or not came_in_half(model) else asked | _LABELS
+
+
 def declared_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the path and each outermost module that the model, or a model inside of it, names to stay in FP32."""
     found: dict[int, tuple[str, nn.Module]] = {}

@@ -37,7 +37,7 @@ from amp_engine.ground.distributed import fsdp2_param_dtypes, is_any_sharded, is
 from amp_engine.ground.dtypes import LOW_PRECISION, is_low_precision
 from amp_engine.ground.dynamo import part_of_a_graph
 from amp_engine.ground.torch_private import COMPILED, BatchNormBase
-from amp_engine.initialization.as_it_came import came_in_half, declared_tensors
+from amp_engine.initialization.as_it_came import came_in_half, declared_tensors, tensors_in_half
 from amp_engine.initialization.half_averages import look_at_writes, note_writes, warn_of_low_precision_average
 from amp_engine.initialization.state_dict import (
     fill_masters,
@@ -194,7 +194,8 @@ class CastModel:
                     self._handles.append(model.register_forward_pre_hook(note_writes))
             if output_dtype is not None:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
-            casts = ForwardCasts(computes, output_dtype, casts_functions, of_model=inputs)
+            keeps_half = computes is not None and came_in_half(model)
+            casts = ForwardCasts(computes, output_dtype, casts_functions, keeps_half=keeps_half, of_model=inputs)
             of_part = replace(casts, of_part=True)
             casts_already = computes is not None and casts_of(model) == of_part  # as part of a model like this one
             if (computes is not None or output_dtype is not None) and not is_fsdp2(model) and not casts_already:
@@ -224,6 +225,14 @@ class CastModel:
         """The model, unless it was garbage collected."""
         return self._model()
 
+    @property
+    def is_gone(self) -> bool:
+        """True if the model and all of its parts were garbage collected."""
+        return self.model is None and not self._parts()
+
+    def _parts(self) -> list[nn.Module]:
+        return [module for ref, _, _ in self._cast_modules if (module := ref()) is not None]
+
     def take_over(self, earlier: CastModel) -> None:
         """Replace `earlier` of the same model: remove its hooks, and restore its original types in `undo`."""
         before = {id(ref()): before for ref, _, before in earlier._cast_modules}
@@ -233,10 +242,17 @@ class CastModel:
         self._came_named.update(earlier._came_named)
 
     def undo(self) -> None:
-        """Remove the hooks and restore the original type of each tensor that is still in the model."""
+        """Remove the hooks and restore the original type of each tensor that is still in the model.
+
+        Parts that outlive the model get the half types in which they came.
+        """
+        parts = self._parts()
         self.remove_hooks()
         model = self.model  # held: another thread may let go of it meanwhile
         if model is None:
+            for part in parts:
+                _cast_each(part, [one for module in part.modules() for one in tensors_in_half(module)])
+                forget_types(part)
             return
         _remove(model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of joined parts
         if not is_any_sharded(model):  # the wrapper decides the types of shards

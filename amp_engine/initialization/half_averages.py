@@ -44,8 +44,8 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> bool:
     warn(
         f"A moving average of this model was made as a copy of it, whose parameters are {dtype_name(dtype)}: small "
         "updates of it are rounded away, and the average stands still.  For one in FP32 that follows the "
-        "masters type averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.9999)) and "
-        "averaged.update_parameters(model); a class of your own averages amp.master_params(optimizer).",
+        "masters type averaged = amp.averaged_model(model, optimizer), with what else torch's AveragedModel would be "
+        "given, and averaged.update_parameters(model); a class of your own averages amp.named_masters(model).",
         AmpWarning,
         frame,
     )
@@ -137,7 +137,7 @@ def note_writes(model: nn.Module, args: object) -> None:
             f"Parameters of {type(model).__name__} that no optimizer steps, {of}were written in "
             f"{dtype_name(noted.dtype)} before 3 of its first forwards: rounding loses small updates, as those "
             "of an average.  A model that follows another's weights: leave it out of amp.initialize, in FP32 (a copy: "
-            "make it before), and feed it from amp.master_params(optimizer).  A step by hand: use an optimizer, or "
+            "make it before), and feed it from amp.named_masters(model).  A step by hand: use an optimizer, or "
             "opt_level='O4'.  This is said once.",
             AmpWarning,
         )

@@ -24,12 +24,13 @@ from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, st
 from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.ground.tools import tool
 from amp_engine.initialization.arguments import check_has_groups
+from amp_engine.initialization.as_it_came import left_alone_of
 from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.loaded_on_ranks import agree
 from amp_engine.initialization.request import Request
 from amp_engine.initialization.sharded_since import refusal_of_replaced, refuse_sharded_since
-from amp_engine.initialization.state_dict import hold_loaded_no_longer
+from amp_engine.initialization.state_dict import hold_loaded_no_longer, remove_joining_hook
 from amp_engine.kernels import CODES, missing
 from amp_engine.kernels.blocks import size_in_blocks
 from amp_engine.levels import report
@@ -86,7 +87,7 @@ class Initialized:
         self._wrappers = weakref.WeakKeyDictionary()
         # Parameters whose gradients may have any type, and the type that the user chose for them, until `release` ends.
         self._of_any_grad_dtype: list[tuple[nn.Parameter, torch.dtype | None]] = []
-        # What lies beside parameters of each model, by the id of the parameter: it outlives the optimizer.
+        # What lies beside a module's own parameters, by the id of the parameter: it outlives the optimizer.
         self._beside: weakref.WeakKeyDictionary[nn.Module, dict[int, Beside]] = weakref.WeakKeyDictionary()
         # The request by which each model was initialized, for optimizers that are made later.
         self._requests: weakref.WeakKeyDictionary[nn.Module, Request] = weakref.WeakKeyDictionary()
@@ -155,7 +156,7 @@ class Initialized:
                         model,
                         dtype=None if by_fsdp2 else dtype,
                         keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
-                        inputs=Inputs(request.left_alone),
+                        inputs=Inputs(left_alone_of(model, request.left_alone)),
                         output_dtype=request.output_dtype if by_fsdp2 else output_dtype,
                         saves_float32=bool(policy.master_weights),
                         casts_functions=casts_functions,
@@ -178,7 +179,7 @@ class Initialized:
                 for optimizer in optimizers:
                     undo.callback(self._undo_take_in, optimizer)
             raise
-        for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
+        for gone in [cast_model for cast_model in self._cast_models if cast_model.is_gone]:
             with suppress(ValueError):  # another thread removed it
                 self._cast_models.remove(gone)
         for model in models:
@@ -193,6 +194,7 @@ class Initialized:
     def steps(self, request: Request) -> Iterator[str]:
         """The messages of what steps what, where amp takes part in the step."""
         is_active = self._scaling.is_active or request.skips is not Skips.NEVER
+        in_models = {id(p) for model in self.models for p in model.parameters()}
         for optimizer in request.optimizers:
             record = self.records.get(optimizer)
             assert record is not None, "it was just added"
@@ -204,6 +206,8 @@ class Initialized:
                 is_by_kernels = is_known and not any(map(missing, devices))
                 each = _bytes_of_state(record, request.moment_dtype) if is_known and masters else 0.0
                 yield report.steps(type(optimizer).__name__, masters, is_by_kernels, record.releases, each)
+            if outside := sum(one is not None and id(one.param) not in in_models for one in record.columns.beside):
+                yield report.outside_of_models(type(optimizer).__name__, outside)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any]) -> None:
         """Raise AmpStateError for an optimizer that is initialized, or that has attributes of apex's names."""
@@ -212,7 +216,8 @@ class Initialized:
             if id(optimizer) in seen or stash.is_on(optimizer):
                 raise AmpStateError(
                     "A given optimizer should only be passed through amp.initialize once.  "
-                    f"This {type(optimizer).__name__} was; call amp.close() first to start over."
+                    f"This {type(optimizer).__name__} was; call amp.close() first to start over.  A model that came in "
+                    "half is rounded to it then: save model.state_dict() before, and load it after."
                 )
             seen.add(id(optimizer))
             stash.check_names_are_free(optimizer)
@@ -299,7 +304,7 @@ class Initialized:
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         self._keep_with_models()
         # Parameters with masters are FP32 in between, even if they end as half.
-        beside = {key: one for model in self.models for key, one in self._beside.get(model, {}).items()}
+        beside = {key: one for of_module in self._beside.values() for key, one in of_module.items()}
         with_masters = [one.rows for one in self.records.all if one.rows.kind is not None]
         mastered = {id(p) for rows in with_masters for p in rows.columns.params} | beside.keys()
         with ExitStack() as undo:
@@ -326,6 +331,7 @@ class Initialized:
             cast_model.undo()
         self._cast_models.clear()
         self._beside.clear()
+        remove_joining_hook()
         give_back([*self.kept_by_policy])
         self.kept_by_policy.clear()
         for optimizer in [*self._state_follows_cast]:
@@ -399,11 +405,14 @@ class Initialized:
             gone: of parameters that an optimizer has no longer.
         """
         for model in self.models:
-            beside = (one for p in model.parameters() for one in exact_of(p) if isinstance(one, Beside))
-            self._beside[model] = {id(one.param): one for one in beside}
+            for module in model.modules():  # each, as a part may outlive the model
+                own = module._parameters.values()
+                beside = {id(p): one for p in own if p is not None for one in exact_of(p) if isinstance(one, Beside)}
+                if beside or module in self._beside:
+                    self._beside[module] = beside
             hold_loaded_no_longer(model)
         for one in gone:
-            if not any(id(one.param) in self._beside[model] for model in self.models) and one in exact_of(one.param):
+            if not any(id(one.param) in beside for beside in self._beside.values()) and one in exact_of(one.param):
                 one.forget()
 
     @property

@@ -47,9 +47,37 @@ def hook_model(model: nn.Module, has_masters: bool) -> Iterator[RemovableHandle]
         yield from _hook(module)
         if has_masters:
             _LOADED.setdefault(module, {})
-    joining = register_module_module_registration_hook(hook_joining)
-    yield joining
-    weakref.finalize(model, joining.remove).atexit = False
+    yield _Joining(model)
+
+
+class _Joining(RemovableHandle):
+    """The hook for modules that join one of the models, until the last of these is removed.
+
+    It is one hook, which stays when models are collected: graphs that torch.compile made guard its number.
+    """
+
+    _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    _hook: RemovableHandle | None = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        _Joining._models.add(model)
+        if _Joining._hook is None:
+            _Joining._hook = register_module_module_registration_hook(hook_joining)
+
+    def remove(self) -> None:
+        """Let the model go."""
+        model = self._model()
+        if model is not None:
+            _Joining._models.discard(model)
+        remove_joining_hook()
+
+
+def remove_joining_hook() -> None:
+    """Remove the hook for modules that join if there is no model."""
+    if _Joining._hook is not None and not _Joining._models:
+        _Joining._hook.remove()
+        _Joining._hook = None
 
 
 def _hook(module: nn.Module) -> Iterator[RemovableHandle]:
@@ -112,10 +140,11 @@ def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
     came = as_it_came.came_in(module)
     for name, tensor in chain(module._parameters.items(), module._buffers.items()):
         saved = state_dict.get(prefix + name)
-        if tensor is None or not isinstance(saved, Tensor) or saved is tensor or not is_low_precision(saved):
+        if tensor is None or not isinstance(saved, Tensor) or saved is tensor:
             continue
         param = tensor if isinstance(tensor, nn.Parameter) and next(exact_of(tensor), None) is not None else None
-        if param is None and came.get(name) is tensor.dtype:
+        # After model.float() a parameter with a master is FP32, and rounded.
+        if param is None and (came.get(name) is tensor.dtype or not is_low_precision(saved)):
             continue
         value_f32 = None if param is None else exact_value(param)
         state_dict[prefix + name] = _one_if_tied(

@@ -188,6 +188,14 @@ def steps(kind: str, masters: str, is_by_kernels: bool, is_released: bool, bytes
     return f"{kind}{on_masters} by {by}{in_backward}.{in_bytes}"
 
 
+def outside_of_models(kind: str, count: int) -> str:
+    """Message: parameters with masters are in no model, so that no state_dict has their FP32 values."""
+    return (
+        f"Note:  {kind} steps {count} low-precision parameters that are in no model given to amp.initialize: a "
+        "state_dict() of theirs is rounded.  Pass their module, too: amp.initialize([model, other], optimizer)."
+    )
+
+
 def no_optimizer(dtype: torch.dtype, is_rounded: bool) -> str:
     """Message: a level with masters was initialized without an optimizer.
 

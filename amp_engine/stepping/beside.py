@@ -60,18 +60,20 @@ class Beside(Exact):
 
     Attributes:
         plural: what messages call several of this kind.
+        half: the type of the parameter when it last agreed with the value; `model.float()` gives it another.
         owner: gives the optimizer that steps it; None, or gives None, if that is gone or was replaced.
         is_loaded: True if a checkpoint, or an earlier optimizer, gave its value before the first step.
         chosen_grad_dtype: the type that the user chose for the gradient of the parameter; None: the parameter's.
     """
 
-    __slots__ = ("_pairs", "_place", "chosen_grad_dtype", "is_loaded", "owner")
+    __slots__ = ("_pairs", "_place", "chosen_grad_dtype", "half", "is_loaded", "owner")
     plural = "FP32 masters"
     _pairs: Pairs
     _place: int
 
     def __init__(self, param: nn.Parameter) -> None:
         super().__init__(param)
+        self.half = param.dtype
         self.owner: Callable[[], object | None] | None = None
         self.is_loaded = False
         self.chosen_grad_dtype: torch.dtype | None = None
@@ -125,6 +127,13 @@ class Beside(Exact):
         """Declare that parameter and value agree."""
         self._pairs.mark_at(self._place)
 
+    def check_type(self) -> None:
+        """Raise AmpStateError if other code gave the parameter a type that it cannot be stepped in."""
+
+    def differs(self) -> Tensor:
+        """Return a bool of shape []: True if other code wrote another value into the parameter. No host sync."""
+        return torch.ones((), dtype=torch.bool, device=self.param.device)
+
     def follow(self, is_whole: bool) -> None:
         """Take what other code wrote into the parameter: elements that differ from the value rounded, or all."""
         raise NotImplementedError
@@ -170,7 +179,14 @@ class Master(Beside):
         """Return the master if only it was written; else the parameter, with master elements where they round to it."""
         weight = self.weight.detach()
         is_written = self.was_written() and self.in_sync()
-        return weight.clone() if is_written else followed(weight, self.param.detach())
+        return weight.clone() if is_written else followed(weight, self.param.detach(), self.half)
+
+    def differs(self) -> Tensor:
+        """Return a bool of shape []: True if other code wrote another value into the parameter. No host sync."""
+        weight, param = self.weight.detach(), self.param.detach()
+        if weight.device != param.device or weight.shape != param.shape:
+            return super().differs()
+        return (param != weight.to(self.half).to(param.dtype)).any()
 
     def counts(self) -> bool:
         """True if each element of the parameter that was not written since was rounded from the value."""
@@ -186,16 +202,22 @@ class Master(Beside):
 
     @torch.no_grad()
     def follow(self, is_whole: bool) -> None:
-        """Take what other code wrote into the parameter: elements that differ from the master rounded, or all."""
+        """Take what other code wrote into the parameter: elements that differ from the master rounded, or all.
+
+        A parameter that was converted takes the master, when masters are next rounded.
+        """
         param, weight = self.param.detach(), self.weight.detach()
         is_same_place = weight.device == param.device and weight.shape == param.shape
-        if is_same_place and not is_whole:
-            param = followed(weight, param)
+        is_converted, half, self.half = param.dtype is not self.half, self.half, param.dtype
+        if is_same_place and (is_converted or not is_whole):
+            param = followed(weight, param, half)
         if is_same_place and is_laid_out_as(self.param, weight):
             self.weight.copy_(param)
         else:
             self.weight.data = laid_out_as(self.param, param.to(self.param.device, torch.float32, copy=True))
         self.mark()
+        if is_converted:
+            self.weight.mul_(1.0)  # moves its version
 
 
 class Remainder(Beside):
@@ -242,16 +264,15 @@ class Remainder(Beside):
             return True
         if has_other_ranks() or self.param.shape != self.bits.shape:
             return False
-        return self._pairs.params.has_other_memory(self._place)
+        return self.param.dtype is not self.half or self._pairs.params.has_other_memory(self._place)
 
     @torch.no_grad()
     def value(self) -> Tensor:
         """Return the master. After a write through `.data` it keeps the old remainder, below half a bfloat16 unit."""
         if self.weight is not None and self.is_wide:  # a step of the class's own was interrupted
             return self.weight.detach().clone()
-        if self.param.dtype is not torch.bfloat16:  # model.float() was called
-            return self.param.detach().to(torch.float32, copy=True)
-        return followed(halves.joined(self.param, self.bits), self.param.detach())
+        param = self.param.detach()
+        return followed(halves.joined(param.to(torch.bfloat16), self.bits), param, torch.bfloat16)
 
     def take(self, value_f32: Tensor) -> None:
         """Take the lower half of `value_f32`, which has been rounded into the parameter."""
@@ -268,6 +289,15 @@ class Remainder(Beside):
 
     def _remainder(self, value_f32: Tensor) -> Tensor:
         return halves.split(value_f32)[1]
+
+    def check_type(self) -> None:
+        """Raise AmpStateError if other code gave the parameter a type that it cannot be stepped in."""
+        if self.param.dtype is not self.half:
+            raise AmpStateError(
+                f"A parameter of shape {tuple(self.param.shape)} became {self.param.dtype} after amp.initialize, and "
+                "its split master lies beside bfloat16.  Call model.bfloat16() before training goes on; "
+                "model.state_dict() has exact FP32 values meanwhile."
+            )
 
     def check_can_widen(self) -> None:
         """Raise AmpStateError if other code gave the parameter another type, or gaps in memory."""
@@ -332,9 +362,11 @@ class Remainder(Beside):
 
     @torch.no_grad()
     def follow(self, is_whole: bool) -> None:
-        """Let the parameter be the master where other code wrote it."""
+        """Let the parameter be the master if other code wrote it; after `param.data = x` keep the remainder."""
+        is_kept = self.counts() and not is_whole
         self._renew()
-        self.bits.zero_()
+        if not is_kept:
+            self.bits.zero_()
         self.mark()
 
     def _renew(self) -> None:
@@ -405,7 +437,7 @@ class HostMaster(Beside):
     @torch.no_grad()
     def value(self) -> Tensor:
         """Return the master, with elements of the parameter where it does not round to them; on the host."""
-        return followed(self.weight.detach(), self.param.detach().to(self.weight.device))
+        return followed(self.weight.detach(), self.param.detach().to(self.weight.device), self.half)
 
     def take(self, value_f32: Tensor) -> None:
         """Set the master to `value_f32`, which has been rounded into the parameter already."""

@@ -91,15 +91,17 @@ class WrittenParameters:
 
     def __init__(self) -> None:
         self._steps = 0  # a bit for each of the last 20 steps: 1 if parameters were written before it
-        self._is_said = False
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """In a step, after masters have followed writes: warn if that was so in 3 of the last 20 steps."""
-        was_written, rows.was_written = rows.was_written, False
-        self._steps = (self._steps << 1 | was_written) & 0xFFFFF
-        if self._is_said or self._steps.bit_count() < 3:
+        """In a step, after masters have followed writes: warn if that was so in 3 of the last 20 steps. No host sync.
+
+        On a GPU the host hears of a write some steps later.
+        """
+        self._steps = (self._steps << 1 | rows.was_written()) & 0xFFFFF
+        if self._steps.bit_count() < 3:
             return
-        self._is_said = True
+        self._steps = 0
+        rows.look_at_no_writes()
         name = type(optimizer).__name__
         write = (
             "Where that has to be, choose master_weights=True or opt_level='O4'"

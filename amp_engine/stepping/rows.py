@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.ground import devices
 from amp_engine.ground.distributed import has_other_ranks, is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
@@ -137,7 +139,8 @@ class Rows:
         self._has_followed = False
         self._adoption: tuple[Columns, Adoption] | None = None
         self._wide: list[Remainder] = []  # those that are shown
-        self.was_written = False  # True if other code wrote low-precision parameters since the last step
+        # 1 if other code wrote other values into low-precision parameters, from one `follow` that saw it to the next.
+        self._writes: deque[devices.HostNumbers] | None = deque()  # None: they are not looked at any more
         # Ends a step of the class's own that raised, after which torch calls no hook; None unless one runs or raised.
         self.end_own_step: Callable[[], None] | None = None
         self.pairs = Pairs([], [])
@@ -297,16 +300,38 @@ class Rows:
         have_moved = self.pairs.params.have_moved()
         is_whole = (is_first or have_moved) and has_other_ranks()
         if have_moved:
-            for place, one in enumerate(self._known.values()):
-                if self.pairs.params.has_moved(place):
-                    one.follow(is_whole)
-                    self.was_written |= not is_first
+            moved = [one for place, one in enumerate(self._known.values()) if self.pairs.params.has_moved(place)]
+            for one in moved if rounds else ():
+                one.check_type()
+            if not is_first:
+                self._look_at_writes(moved)
+            for one in moved:
+                one.follow(is_whole)
         if is_first and is_whole:
             for one in self._known.values():
                 if not (one.is_loaded or one.was_written()):
                     one.follow(True)
         if rounds:
             self.round_written()
+
+    @torch.no_grad()
+    def _look_at_writes(self, moved: Sequence[Beside]) -> None:
+        device = moved[0].param.device
+        if self._writes is None or devices.is_capturing(device):
+            return
+        differ = [devices.moved(one.differs(), device) for one in moved]
+        self._writes.append(devices.HostNumbers(torch.stack(differ).any().float().reshape(1)))
+
+    def was_written(self) -> bool:
+        """True if other code wrote other values into parameters, as far as the host knows since the last call."""
+        is_written = False
+        while self._writes and self._writes[0].is_known():
+            is_written |= self._writes.popleft().read() > 0
+        return is_written
+
+    def look_at_no_writes(self) -> None:
+        """Have `was_written` return False from now on."""
+        self._writes = None
 
     def round_written(self) -> None:
         """Round masters that were written outside of a step into their parameters."""

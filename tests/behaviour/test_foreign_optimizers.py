@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -440,6 +441,16 @@ def test_weights_that_are_moved_and_put_back_before_the_step_cost_the_masters_no
     assert_bitwise(dict(model.state_dict()), exact)
 
 
+def decay_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
+    for index in range(6):
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(("level", "masters"), [("O2", True), ("O5", True), ("O5", "split")])
 def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the_masters(
     level: str, masters: Any
@@ -450,8 +461,24 @@ def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the
     with pytest.warns(
         AmpGradientWarning, match="Low-precision parameters.*written before 3 of the last 20 steps of SGD"
     ) as caught:
-        perturbed_losses(model, Perturbing(optimizer), optimizer)
+        decay_by_hand(model, optimizer)
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_writes_that_leave_the_old_values_before_the_step_are_not_warned_of(level: str) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        perturbed_losses(model, Perturbing(optimizer), optimizer)
+        for index in range(6):
+            backward(MLP.loss(model, MLP.batch(index)), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model[0].weight.clamp_(-100.0, 100.0)
 
 
 class Several(Optimizer):

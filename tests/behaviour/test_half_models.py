@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import AmpStateError, AmpWarning, Engine, amp
+from amp_engine.kernels import has_native
 from amp_engine.optimizers import FusedAdam
 from tests.models import MLP
 from tests.support import (
@@ -21,6 +23,7 @@ from tests.support import (
     HALF,
     assert_bitwise,
     backward,
+    frozen,
     left_alone,
     train,
     weights_of,
@@ -327,3 +330,111 @@ def test_a_frozen_half_base_is_welcome(level: str, dtype: torch.dtype, make: Any
         {name: p.to(HALF.get(level, dtype)).to(dtype) for name, p in base.items()} if level in CAST_LEVELS else base
     )
     assert_bitwise({name: p.detach() for name, p in model.named_parameters() if name in base}, expected)
+
+
+def trained_a_little(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    for index in range(steps):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(index))
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": "split"}, {"masters_on": "cpu"}], ids=str)
+@pytest.mark.parametrize("convert", [nn.Module.float, nn.Module.half, lambda model: model.to(torch.float64)])
+def test_a_model_that_is_converted_keeps_its_masters(convert: Any, options: dict[str, Any]) -> None:
+    if options and not has_native(torch.device("cpu")):
+        pytest.skip("only compiled kernels take these options")
+    model = Normed(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+    trained_a_little(model, optimizer, 3)
+    exact = frozen(dict(model.state_dict()))
+    convert(model)
+    if convert is not nn.Module.half:
+        assert_bitwise({name: value.float() for name, value in model.state_dict().items()}, exact)
+    if "master_weights" in options:
+        with pytest.raises(AmpStateError, match="became torch.* after amp.initialize.*model.bfloat16"):
+            trained_a_little(model, optimizer, 1)
+        model.bfloat16()
+    optimizer.param_groups[0]["lr"] = 0.0
+    if convert is nn.Module.float:
+        trained_a_little(model, optimizer, 2)
+        assert_bitwise(dict(model.state_dict()), exact)
+
+
+class Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+def test_a_part_that_outlives_the_model_keeps_its_masters() -> None:
+    part = Normed(torch.bfloat16)
+
+    def fine_tune(model: nn.Module) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        trained_a_little(model, optimizer, 3)
+        return frozen({name.removeprefix("model."): value for name, value in model.state_dict().items()})
+
+    expected = fine_tune(Around(part))
+    gc.collect()
+    assert_bitwise(dict(part.state_dict()), expected)
+    amp.close()
+    assert {p.dtype for p in part.parameters()} == {torch.bfloat16}
+
+
+def test_methods_and_parts_of_a_model_that_came_in_half_give_what_they_gave() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.gain = nn.Parameter(torch.eye(8))
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.first(x) @ self.gain
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encode(x)
+
+    for came, given in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+        model = Encoder().to(came)
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+        x = torch.ones(2, 8, dtype=torch.bfloat16)
+        assert model(x).dtype is torch.float32
+        assert model.first(x).dtype is given
+        if came is torch.bfloat16:
+            assert model.encode(x).dtype is torch.bfloat16
+        amp.close()
+
+
+def test_labels_of_a_model_that_came_in_half_are_not_rounded() -> None:
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            return self.first(x), labels
+
+    labels = torch.tensor([123.4, 250.7])
+    for came, rounded in ((torch.bfloat16, False), (torch.float32, True)):
+        model = Regression().to(came)
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+        for given in (model(torch.ones(2, 8), labels)[1], model(torch.ones(2, 8), labels=labels)[1]):
+            assert torch.equal(given, labels) is not rounded
+        amp.close()
+
+
+def test_parameters_outside_of_the_models_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model, other = Normed(torch.bfloat16), nn.Linear(4, 4).bfloat16()
+    for models, count in ((model, 2), ([model, other], 0)):
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+        amp.initialize(models, optimizer, opt_level="O5")
+        said = f"SGD steps {count} low-precision parameters that are in no model given to amp.initialize"
+        assert (said in capsys.readouterr().out) is bool(count)
+        amp.close()

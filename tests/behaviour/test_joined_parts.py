@@ -153,13 +153,18 @@ def test_close_leaves_no_hook_and_the_exact_values(level: str, way: str) -> None
     assert not model.later._state_dict_hooks
 
 
-def test_a_model_that_is_gone_leaves_no_hook_either() -> None:
-    before = len(torch_modules._global_module_registration_hooks)
+def test_all_models_have_one_hook_which_stays_until_close() -> None:
+    """Graphs that torch.compile made guard it, also where their model is gone."""
+    before = dict(torch_modules._global_module_registration_hooks)
     model, optimizer = started("O2")
-    assert len(torch_modules._global_module_registration_hooks) == before + 1
+    during = dict(torch_modules._global_module_registration_hooks)
+    assert len(during) == len(before) + 1
+    started("O2")
     del model, optimizer
     gc.collect()
-    assert len(torch_modules._global_module_registration_hooks) == before
+    assert torch_modules._global_module_registration_hooks == during
+    amp.close()
+    assert torch_modules._global_module_registration_hooks == before
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)

@@ -279,7 +279,7 @@ def test_memory_that_became_another_is_refused_before_anything_is_written() -> N
         model.weight.data = change(model.weight.data)
         model.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
         before = frozen(model.weight)
-        with pytest.raises(AmpStateError, match="has no split master"):
+        with pytest.raises(AmpStateError, match="has no split master|split master lies beside bfloat16"):
             optimizer.step()
         assert_bitwise(frozen(model.weight), before)
         assert not optimizer.state

@@ -130,8 +130,12 @@ class Beside(Exact):
     def check_type(self) -> None:
         """Raise AmpStateError if other code gave the parameter a type that it cannot be stepped in."""
 
-    def differs(self) -> Tensor:
-        """Return a bool of shape []: True if other code wrote another value into the parameter. No host sync."""
+    def differs(self, count: int | None = None) -> Tensor:
+        """Return a bool of shape []: True if other code wrote another value into the parameter. No host sync.
+
+        Args:
+            count: the number of elements that are looked at where it is contiguous; None: all.
+        """
         return torch.ones((), dtype=torch.bool, device=self.param.device)
 
     def follow(self, is_whole: bool) -> None:
@@ -181,11 +185,17 @@ class Master(Beside):
         is_written = self.was_written() and self.in_sync()
         return weight.clone() if is_written else followed(weight, self.param.detach(), self.half)
 
-    def differs(self) -> Tensor:
-        """Return a bool of shape []: True if other code wrote another value into the parameter. No host sync."""
+    def differs(self, count: int | None = None) -> Tensor:
+        """Return a bool of shape []: True if other code wrote another value into the parameter. No host sync.
+
+        Args:
+            count: the number of elements that are looked at where it is contiguous; None: all.
+        """
         weight, param = self.weight.detach(), self.param.detach()
         if weight.device != param.device or weight.shape != param.shape:
             return super().differs()
+        if count is not None and param.is_contiguous() and weight.is_contiguous():
+            weight, param = weight.view(-1)[:count], param.view(-1)[:count]
         return (param != weight.to(self.half).to(param.dtype)).any()
 
     def counts(self) -> bool:

@@ -33,6 +33,8 @@ from amp_engine.stepping.half_weights import HalfWeights
 # The key of the first group that counts how often masters of 24 bits were rounded after a step of the class's own.
 ROUNDINGS = "amp_roundings"
 
+_SAMPLE = 4096  # elements that are looked at for writes which move no version
+
 # Rows that keep FP32 values of parameters, until they are released.
 _KEEPING: weakref.WeakSet[Rows] = weakref.WeakSet()
 
@@ -141,6 +143,7 @@ class Rows:
         self._wide: list[Remainder] = []  # those that are shown
         # 1 if other code wrote other values into low-precision parameters, from one `follow` that saw it to the next.
         self._writes: deque[devices.HostNumbers] | None = deque()  # None: they are not looked at any more
+        self._samples = 64  # how many parameters are still looked at for writes that move no version
         # Ends a step of the class's own that raised, after which torch calls no hook; None unless one runs or raised.
         self.end_own_step: Callable[[], None] | None = None
         self.pairs = Pairs([], [])
@@ -307,6 +310,11 @@ class Rows:
                 self._look_at_writes(moved)
             for one in moved:
                 one.follow(is_whole)
+        elif rounds and not is_first and self._samples > 0 and self.makes_masters:
+            self._samples -= 1
+            master = self.columns.beside[self._samples % len(self.columns.beside)]
+            if isinstance(master, Master) and not master.was_written():
+                self._look_at_writes([master], _SAMPLE)
         if is_first and is_whole:
             for one in self._known.values():
                 if not (one.is_loaded or one.was_written()):
@@ -315,11 +323,11 @@ class Rows:
             self.round_written()
 
     @torch.no_grad()
-    def _look_at_writes(self, moved: Sequence[Beside]) -> None:
+    def _look_at_writes(self, moved: Sequence[Beside], count: int | None = None) -> None:
         device = moved[0].param.device
         if self._writes is None or devices.is_capturing(device):
             return
-        differ = [devices.moved(one.differs(), device) for one in moved]
+        differ = [devices.moved(one.differs(count), device) for one in moved]
         self._writes.append(devices.HostNumbers(torch.stack(differ).any().float().reshape(1)))
 
     def was_written(self) -> bool:

@@ -441,19 +441,22 @@ def test_weights_that_are_moved_and_put_back_before_the_step_cost_the_masters_no
     assert_bitwise(dict(model.state_dict()), exact)
 
 
-def decay_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
+def decay_by_hand(model: nn.Module, optimizer: Optimizer, through_data: bool) -> None:
     for index in range(6):
         backward(MLP.loss(model, MLP.batch(index)), optimizer)
         with torch.no_grad():
             for p in model.parameters():
-                p.mul_(0.9)
+                (p.data if through_data else p).mul_(0.9)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("level", "masters"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize(
+    ("level", "masters", "through_data"),
+    [("O2", True, False), ("O2", True, True), ("O5", True, False), ("O5", True, True), ("O5", "split", False)],
+)
 def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the_masters(
-    level: str, masters: Any
+    level: str, masters: Any, through_data: bool
 ) -> None:
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -461,18 +464,19 @@ def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the
     with pytest.warns(
         AmpGradientWarning, match="Low-precision parameters.*written before 3 of the last 20 steps of SGD"
     ) as caught:
-        decay_by_hand(model, optimizer)
+        decay_by_hand(model, optimizer, through_data)
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_writes_that_leave_the_old_values_before_the_step_are_not_warned_of(level: str) -> None:
+def test_writes_that_leave_the_old_values_before_the_step_are_not_warned_of(level: str, through_data: bool) -> None:
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        perturbed_losses(model, Perturbing(optimizer), optimizer)
+        perturbed_losses(model, Perturbing(optimizer, through_data=through_data), optimizer)
         for index in range(6):
             backward(MLP.loss(model, MLP.batch(index)), optimizer)
             optimizer.step()

@@ -53,8 +53,8 @@ def came_in_half(model: nn.Module) -> bool:
     return any(name in came for came, params in of_each for name, _ in params)
 
 
-_LABELS = frozenset(("label", "labels", "target", "targets"))
-"""Arguments of a forward that computes the loss."""
+_LABELS = frozenset(("label", "labels"))
+"""Arguments of a forward that computes the loss, as those of transformers."""
 
 
 def left_alone_of(model: nn.Module, asked: frozenset[str] | None) -> frozenset[str] | None:

@@ -98,12 +98,11 @@ class CastModelInputs(CastInputs):
     def __init__(self, dtype: torch.dtype, inputs: Inputs, arguments: Arguments) -> None:
         super().__init__(dtype)
         self._inputs, self._arguments = inputs, arguments
-        self.is_average = False  # True in a copy of which a warning has said that it averages in low precision
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastModelInputs:
-        copied = type(self)(self.dtype, copy.copy(self._inputs), self._arguments)
-        copied.is_average = self.dtype in LOW_PRECISION and warn_of_low_precision_average(self.dtype)
-        return copied
+        if self.dtype in LOW_PRECISION:
+            warn_of_low_precision_average(self.dtype)
+        return type(self)(self.dtype, copy.copy(self._inputs), self._arguments)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
@@ -211,7 +210,8 @@ class CastModel:
                 for part in dict.fromkeys(parts_of(model)):
                     before = casts_of(part)
                     if before is None or before.of_part or before.inputs is not None:
-                        self._cast_forward(part, of_part)
+                        is_compiled = part is getattr(model, COMPILED, None)  # called as the model is
+                        self._cast_forward(part, replace(of_part, keeps_half=False) if is_compiled else of_part)
         except BaseException:
             self.remove_hooks()
             raise
@@ -244,14 +244,16 @@ class CastModel:
     def undo(self) -> None:
         """Remove the hooks and restore the original type of each tensor that is still in the model.
 
-        Parts that outlive the model get the half types in which they came.
+        So it does for parts that outlive the model.
         """
         parts = self._parts()
         self.remove_hooks()
         model = self.model  # held: another thread may let go of it meanwhile
         if model is None:
             for part in parts:
-                _cast_each(part, [one for module in part.modules() for one in tensors_in_half(module)])
+                came = [(tensor, self._came.get(tensor)) for _, tensor in _tensors(part)]
+                came += [one for module in part.modules() for one in tensors_in_half(module)]
+                _cast_each(part, [(tensor, dtype) for tensor, dtype in came if dtype is not None])
                 forget_types(part)
             return
         _remove(model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of joined parts
@@ -273,6 +275,13 @@ class CastModel:
                 restore_class(module)
                 if before is not None:
                     cast_forward(module, before)
+
+
+def give_half_back(module: nn.Module) -> None:
+    """Give a module's own tensors the half types in which they came, if it is in no model any more."""
+    if not is_any_sharded(module):
+        _cast_each(module, list(tensors_in_half(module)))
+    forget_types(module)
 
 
 def without_casts(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -20,47 +20,41 @@ from amp_engine.ground.dtypes import dtype_name, is_low_precision
 from amp_engine.ground.torch_private import current_dispatch_mode, functorch_level
 from amp_engine.stepping.beside import Beside
 from amp_engine.stepping.exact import exact_of
-from amp_engine.stepping.half_weights import is_copied, note_copy
+from amp_engine.stepping.half_weights import note_copy
 
 _WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
 
 
-def warn_of_low_precision_average(dtype: torch.dtype) -> bool:
+def warn_of_low_precision_average(dtype: torch.dtype) -> None:
     """Warn, while a cast model is deepcopied, if the copying code names itself or the copy an average.
 
-    An update of the copy calls none of our code, and one by 1e-4 that rounding loses leaves no trace. A copy for
-    another purpose (the best model so far) is as good as the model: no warning. Returns True if it has warned.
+    Names are the only evidence: an update of the copy calls none of our code, and an update by 1e-4 that rounding
+    loses leaves no trace. A copy for another purpose (the best model so far) is as good as the model: no warning.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (frame.f_globals.get("__name__") == "copy" or frame.f_code.co_name == "__deepcopy__"):
         frame = frame.f_back
     if frame is None or getattr(type(frame.f_locals.get("self")), "averages_exactly", False):
-        return False
+        return
     if not any(map(_is_average, _names(frame))):
-        return False
+        return
     # Warn at the line that makes the averaging object, not inside of its class.
     while frame.f_code.co_name == "__init__" and frame.f_back is not None:
         frame = frame.f_back
     warn(
         f"A moving average of this model was made as a copy of it, whose parameters are {dtype_name(dtype)}: small "
         "updates of it are rounded away, and the average stands still.  For one in FP32 that follows the "
-        "masters type averaged = amp.averaged_model(model, optimizer), with what else torch's AveragedModel would be "
-        "given, and averaged.update_parameters(model); a class of your own averages amp.named_masters(model).",
+        "masters type averaged = amp.averaged_model(model, optimizer), with any other arguments of torch's "
+        "AveragedModel, and averaged.update_parameters(model); a class of your own averages amp.named_masters(model).",
         AmpWarning,
         frame,
     )
-    return True
 
 
 class _Writes:
-    """The first forwards of one model, and the writes before them into parameters that no optimizer steps.
+    """The first forwards of one model, and the writes before them into parameters that no optimizer steps."""
 
-    Args:
-        is_copy: True if the model is a copy of one that was cast.
-    """
-
-    def __init__(self, is_copy: bool = False) -> None:
-        self.is_copy = is_copy
+    def __init__(self) -> None:
         self.forwards = 16  # how many are looked at
         self.writes = 0  # how many of them came after a write, as far as the host knows
         self.names: list[str] = []  # of the parameters
@@ -86,8 +80,7 @@ def note_writes(model: nn.Module, args: object) -> None:
 
     Where these follow other weights, as a momentum encoder does, or are stepped by hand, rounding loses small updates.
     Such code writes through `.data`, so samples of the values are compared. A checkpoint that is loaded is no write.
-    A copy of such a model is looked at, too, where it is not made equal to the model again; its parameters are noted
-    for a warning when an optimizer steps them.
+    Of a model that is a copy, the parameters are noted for a warning when an optimizer steps them.
     Does nothing in a compiled graph, a CUDA graph, a trace, functorch or a dispatch mode. No host sync.
     """
     if torch.compiler.is_compiling():
@@ -95,8 +88,6 @@ def note_writes(model: nn.Module, args: object) -> None:
     if model not in _CAST:  # it has the hooks of the model that it is a copy of
         _CAST.add(model)
         note_copy(model)
-        if not any(getattr(hook, "is_average", False) for hook in model._forward_pre_hooks.values()):
-            _WRITES[model] = _Writes(is_copy=True)
     if (noted := _WRITES.get(model)) is None:
         return
     if functorch_level() is not None or current_dispatch_mode() is not None or torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -107,7 +98,7 @@ def note_writes(model: nn.Module, args: object) -> None:
     for name, p in model.named_parameters():
         if is_low_precision(p) and type(p) is nn.Parameter and p.layout is torch.strided and not p.is_inference():
             one = next(exact_of(p), None)
-            is_stepped = not is_copied(p) if noted.is_copy else isinstance(one, Beside) and one.is_owned()
+            is_stepped = isinstance(one, Beside) and one.is_owned()
             if is_stepped or (params and _kind(p) != _kind(next(iter(params.values())))):
                 continue
             was = noted.versions[len(versions)] if len(versions) < len(noted.versions) else p._version
@@ -119,13 +110,11 @@ def note_writes(model: nn.Module, args: object) -> None:
     noted.forwards -= 1
     is_same, noted.names, noted.versions = noted.names == [*params], [*params], versions
     if params:
-        sample = _sample(params.values())
+        # As integers: torch.cat of floats is one of the functions that autocast casts.
+        sample = torch.cat([p.detach().flatten()[:_SAMPLE].view(torch.int16) for p in params.values()])
         noted.dtype = next(iter(params.values())).dtype
         if noted.sample is not None and is_same and not is_loaded:
-            is_written = (sample != noted.sample).any()
-            if noted.is_copy and (original := _sample_of_original(model, params)) is not None:
-                is_written &= (sample != original).any()
-            noted.flags.append(HostNumbers(is_written.reshape(1)))
+            noted.flags.append(HostNumbers((sample != noted.sample).any().reshape(1)))
         noted.sample = sample
     while noted.flags and noted.flags[0].is_known():
         noted.writes += int(noted.flags.popleft().read())
@@ -136,26 +125,11 @@ def note_writes(model: nn.Module, args: object) -> None:
         warn(
             f"Parameters of {type(model).__name__} that no optimizer steps, {of}were written in "
             f"{dtype_name(noted.dtype)} before 3 of its first forwards: rounding loses small updates, as those "
-            "of an average.  A model that follows another's weights: leave it out of amp.initialize, in FP32 (a copy: "
-            "make it before), and feed it from amp.named_masters(model).  A step by hand: use an optimizer, or "
-            "opt_level='O4'.  This is said once.",
+            "of an average.  A model that follows another's weights: leave it out of amp.initialize, in FP32, and feed "
+            "it from amp.named_masters(model).  A step by hand: use an optimizer, or opt_level='O4'.  This is said "
+            "once.",
             AmpWarning,
         )
-
-
-def _sample(params: Iterable[Tensor]) -> Tensor:
-    # As integers: torch.cat of floats is one of the functions that autocast casts.
-    return torch.cat([p.detach().flatten()[:_SAMPLE].view(torch.int16) for p in params])
-
-
-def _sample_of_original(copy: nn.Module, params: Mapping[str, nn.Parameter]) -> Tensor | None:
-    """Return the sample of the model of which `copy` may be a copy: its parameters have these names and shapes."""
-    for model in _CAST:
-        own = dict(model.named_parameters()) if model is not copy else {}
-        both = [(own.get(name), p) for name, p in params.items()]
-        if all(a is not None and (_kind(a), a.shape) == (_kind(b), b.shape) for a, b in both):
-            return _sample(own[name] for name in params)
-    return None
 
 
 def _kind(param: nn.Parameter) -> tuple[torch.dtype, torch.device]:

@@ -25,7 +25,7 @@ from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.ground.tools import tool
 from amp_engine.initialization.arguments import check_has_groups
 from amp_engine.initialization.as_it_came import left_alone_of
-from amp_engine.initialization.cast_model import CastModel, remember
+from amp_engine.initialization.cast_model import CastModel, give_half_back, remember
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.loaded_on_ranks import agree
 from amp_engine.initialization.request import Request
@@ -216,8 +216,8 @@ class Initialized:
             if id(optimizer) in seen or stash.is_on(optimizer):
                 raise AmpStateError(
                     "A given optimizer should only be passed through amp.initialize once.  "
-                    f"This {type(optimizer).__name__} was; call amp.close() first to start over.  A model that came in "
-                    "half is rounded to it then: save model.state_dict() before, and load it after."
+                    f"This {type(optimizer).__name__} was; call amp.close() first to start over, which "
+                    "rounds a model that came in half: save model.state_dict() before it, and load it after initialize."
                 )
             seen.add(id(optimizer))
             stash.check_names_are_free(optimizer)
@@ -327,9 +327,13 @@ class Initialized:
         if self.records.all:  # after an interrupt masters may be left, whose exact values casts would round
             return
         remove_unused()
+        within = {module for model in self.models for module in model.modules()}
         for cast_model in reversed(self._cast_models):
             cast_model.undo()
         self._cast_models.clear()
+        for module in self._beside:
+            if module not in within:
+                give_half_back(module)
         self._beside.clear()
         remove_joining_hook()
         give_back([*self.kept_by_policy])
@@ -406,13 +410,14 @@ class Initialized:
         """
         for model in self.models:
             for module in model.modules():  # each, as a part may outlive the model
-                own = module._parameters.values()
-                beside = {id(p): one for p in own if p is not None for one in exact_of(p) if isinstance(one, Beside)}
+                own = [p for p in module._parameters.values() if p is not None]
+                beside = {id(p): one for p in own for one in exact_of(p) if isinstance(one, Beside)}
                 if beside or module in self._beside:
                     self._beside[module] = beside
             hold_loaded_no_longer(model)
+        kept = {key for of_module in self._beside.values() for key in of_module} if gone else ()
         for one in gone:
-            if not any(id(one.param) in beside for beside in self._beside.values()) and one in exact_of(one.param):
+            if id(one.param) not in kept and one in exact_of(one.param):
                 one.forget()
 
     @property

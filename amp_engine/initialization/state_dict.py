@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,31 +51,30 @@ def hook_model(model: nn.Module, has_masters: bool) -> Iterator[RemovableHandle]
 
 
 class _Joining(RemovableHandle):
-    """The hook for modules that join one of the models, until the last of these is removed.
+    """Keeps the hook for modules that join, while its model lives, until it is removed.
 
-    It is one hook, which stays when models are collected: graphs that torch.compile made guard its number.
+    All models have one hook, which stays when they are collected: graphs that torch.compile made guard its number.
     """
 
-    _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    _hook: RemovableHandle | None = None
+    _all: ClassVar[set[_Joining]] = set()
+    _hook: ClassVar[RemovableHandle | None] = None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        _Joining._models.add(model)
+        _Joining._all.add(self)
         if _Joining._hook is None:
             _Joining._hook = register_module_module_registration_hook(hook_joining)
 
     def remove(self) -> None:
         """Let the model go."""
-        model = self._model()
-        if model is not None:
-            _Joining._models.discard(model)
+        _Joining._all.discard(self)
         remove_joining_hook()
 
 
 def remove_joining_hook() -> None:
     """Remove the hook for modules that join if there is no model."""
-    if _Joining._hook is not None and not _Joining._models:
+    _Joining._all -= {one for one in _Joining._all if one._model() is None}
+    if _Joining._hook is not None and not _Joining._all:
         _Joining._hook.remove()
         _Joining._hook = None
 
@@ -143,8 +142,8 @@ def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
         if tensor is None or not isinstance(saved, Tensor) or saved is tensor:
             continue
         param = tensor if isinstance(tensor, nn.Parameter) and next(exact_of(tensor), None) is not None else None
-        # After model.float() a parameter with a master is FP32, and rounded.
-        if param is None and (came.get(name) is tensor.dtype or not is_low_precision(saved)):
+        is_float = param is not None and saved.dtype is torch.float32  # rounded, after model.float()
+        if not (is_float or is_low_precision(saved)) or (param is None and came.get(name) is tensor.dtype):
             continue
         value_f32 = None if param is None else exact_value(param)
         state_dict[prefix + name] = _one_if_tied(

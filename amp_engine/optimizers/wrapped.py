@@ -83,14 +83,18 @@ def refuse_around_masters(wrapper: Any, inner: Optimizer) -> None:
 
 
 def refuse_calling(inner: Optimizer) -> None:
-    """In a step: raise AmpStateError if a wrapper without hooks calls it that `refuse_around_masters` refuses."""
+    """In a step: raise AmpStateError if a wrapper calls it, without hooks and with its groups, that keeps a state."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "step" and code.co_argcount:  # `f_locals` of a longer call would keep its tensors alive
             caller = frame.f_locals.get(code.co_varnames[0])
-            within = inner_optimizers(caller) if isinstance(caller, Optimizer) and not takes_hooks(caller) else {}
-            if any(one is inner for one in within.values()):
+            if (
+                isinstance(caller, Optimizer)
+                and not takes_hooks(caller)
+                and shares_groups(caller, inner)
+                and any(one is inner for one in inner_optimizers(caller).values())
+            ):
                 refuse_around_masters(caller, inner)
         frame = frame.f_back
 

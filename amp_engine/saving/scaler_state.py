@@ -172,7 +172,7 @@ def unpack_scalers(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any],
         entries = [(i, entries[0][1]) for i in range(len(scalers))]
     elif not state_dict:  # of amp or of a GradScaler that is not enabled
         if any(scaler.dynamic for scaler in scalers):
-            say("Warning: the state_dict is empty, as without an enabled amp or GradScaler: the loss scale starts anew")
+            say("Warning: the state_dict is empty, saved while amp or GradScaler was off: the loss scale starts anew")
     elif len(state_dict) != len(scalers):
         say(f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
     for index, saved in entries:

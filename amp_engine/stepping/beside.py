@@ -60,20 +60,20 @@ class Beside(Exact):
 
     Attributes:
         plural: what messages call several of this kind.
-        half: the type of the parameter when it last agreed with the value; `model.float()` gives it another.
+        last_dtype: the type of the parameter when it last agreed with the value; `model.float()` gives it another.
         owner: gives the optimizer that steps it; None, or gives None, if that is gone or was replaced.
         is_loaded: True if a checkpoint, or an earlier optimizer, gave its value before the first step.
         chosen_grad_dtype: the type that the user chose for the gradient of the parameter; None: the parameter's.
     """
 
-    __slots__ = ("_pairs", "_place", "chosen_grad_dtype", "half", "is_loaded", "owner")
+    __slots__ = ("_pairs", "_place", "chosen_grad_dtype", "is_loaded", "last_dtype", "owner")
     plural = "FP32 masters"
     _pairs: Pairs
     _place: int
 
     def __init__(self, param: nn.Parameter) -> None:
         super().__init__(param)
-        self.half = param.dtype
+        self.last_dtype = param.dtype
         self.owner: Callable[[], object | None] | None = None
         self.is_loaded = False
         self.chosen_grad_dtype: torch.dtype | None = None
@@ -183,7 +183,7 @@ class Master(Beside):
         """Return the master if only it was written; else the parameter, with master elements where they round to it."""
         weight = self.weight.detach()
         is_written = self.was_written() and self.in_sync()
-        return weight.clone() if is_written else followed(weight, self.param.detach(), self.half)
+        return weight.clone() if is_written else followed(weight, self.param.detach(), self.last_dtype)
 
     def differs(self, count: int | None = None) -> Tensor:
         """Return a bool of shape []: True if other code wrote another value into the parameter. No host sync.
@@ -196,7 +196,8 @@ class Master(Beside):
             return super().differs()
         if count is not None and param.is_contiguous() and weight.is_contiguous():
             weight, param = weight.view(-1)[:count], param.view(-1)[:count]
-        return (param != weight.to(self.half).to(param.dtype)).any()
+        differ = param != weight.to(self.last_dtype).to(param.dtype)
+        return (differ & (param == param)).any()  # a NaN that a step left is no write
 
     def counts(self) -> bool:
         """True if each element of the parameter that was not written since was rounded from the value."""
@@ -206,6 +207,7 @@ class Master(Beside):
     @torch.no_grad()
     def take(self, value_f32: Tensor) -> None:
         """Set the master to `value_f32`, which has been rounded into the parameter already."""
+        self.last_dtype = self.param.dtype
         self.weight.copy_(value_f32)
         self.is_loaded = True
         self.mark()
@@ -214,19 +216,20 @@ class Master(Beside):
     def follow(self, is_whole: bool) -> None:
         """Take what other code wrote into the parameter: elements that differ from the master rounded, or all.
 
-        A parameter that was converted takes the master, when masters are next rounded.
+        A parameter that was converted, as by `model.float()`, takes the elements when masters are next rounded.
         """
         param, weight = self.param.detach(), self.weight.detach()
         is_same_place = weight.device == param.device and weight.shape == param.shape
-        is_converted, half, self.half = param.dtype is not self.half, self.half, param.dtype
-        if is_same_place and (is_converted or not is_whole):
-            param = followed(weight, param, half)
+        is_converted = param.dtype is not self.last_dtype
+        if is_same_place and not is_whole:
+            param = followed(weight, param, self.last_dtype)
+        self.last_dtype = self.param.dtype
         if is_same_place and is_laid_out_as(self.param, weight):
             self.weight.copy_(param)
         else:
             self.weight.data = laid_out_as(self.param, param.to(self.param.device, torch.float32, copy=True))
         self.mark()
-        if is_converted:
+        if is_converted and not is_whole:
             self.weight.mul_(1.0)  # moves its version
 
 
@@ -274,7 +277,7 @@ class Remainder(Beside):
             return True
         if has_other_ranks() or self.param.shape != self.bits.shape:
             return False
-        return self.param.dtype is not self.half or self._pairs.params.has_other_memory(self._place)
+        return self.param.dtype is not self.last_dtype or self._pairs.params.has_other_memory(self._place)
 
     @torch.no_grad()
     def value(self) -> Tensor:
@@ -302,11 +305,10 @@ class Remainder(Beside):
 
     def check_type(self) -> None:
         """Raise AmpStateError if other code gave the parameter a type that it cannot be stepped in."""
-        if self.param.dtype is not self.half:
+        if self.param.dtype is not self.last_dtype:
             raise AmpStateError(
                 f"A parameter of shape {tuple(self.param.shape)} became {self.param.dtype} after amp.initialize, and "
-                "its split master lies beside bfloat16.  Call model.bfloat16() before training goes on; "
-                "model.state_dict() has exact FP32 values meanwhile."
+                "its split master lies beside bfloat16.  Leave the conversion out: model.state_dict() is FP32 as it is."
             )
 
     def check_can_widen(self) -> None:
@@ -372,11 +374,9 @@ class Remainder(Beside):
 
     @torch.no_grad()
     def follow(self, is_whole: bool) -> None:
-        """Let the parameter be the master if other code wrote it; after `param.data = x` keep the remainder."""
-        is_kept = self.counts() and not is_whole
+        """Let the parameter be the master where other code wrote it."""
         self._renew()
-        if not is_kept:
-            self.bits.zero_()
+        self.bits.zero_()
         self.mark()
 
     def _renew(self) -> None:
@@ -447,7 +447,7 @@ class HostMaster(Beside):
     @torch.no_grad()
     def value(self) -> Tensor:
         """Return the master, with elements of the parameter where it does not round to them; on the host."""
-        return followed(self.weight.detach(), self.param.detach().to(self.weight.device), self.half)
+        return followed(self.weight.detach(), self.param.detach().to(self.weight.device), self.last_dtype)
 
     def take(self, value_f32: Tensor) -> None:
         """Set the master to `value_f32`, which has been rounded into the parameter already."""

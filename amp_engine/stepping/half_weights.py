@@ -129,11 +129,6 @@ def note_copy(model: nn.Module) -> None:
         _COPIED[param] = None
 
 
-def is_copied(param: nn.Parameter) -> bool:
-    """True if `note_copy` noted it, and no optimizer that steps it was warned of."""
-    return param in _COPIED
-
-
 def warn_of_copy(optimizer: Optimizer) -> None:
     """Warn if an optimizer steps low-precision parameters of the copy of a model, which has no masters."""
     stepped = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -146,8 +141,6 @@ def warn_of_copy(optimizer: Optimizer) -> None:
             f"amp.initialize(copy, optimizer, opt_level={_LEVELS[dtype]!r}).",
             AmpWarning,
         )
-        for param in found:
-            _COPIED.pop(param, None)
 
 
 def _place(optimizer: Optimizer, param: nn.Parameter) -> str:

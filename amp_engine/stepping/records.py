@@ -431,7 +431,8 @@ class Records:
         agrees = backward.skips and has_ranks()
         groups = list(dict.fromkeys(group for one in records for group in one.ranks.groups())) if agrees else []
         # Reset, since a backward with `delay_unscale` is closed once for each optimizer.
-        backward.update, backward.checked, backward.of = None, [], tuple(map(id, records))
+        backward.update, backward.checked = None, []
+        backward.of = backward.of or tuple(map(id, records))
         backward.may_update = (
             check and len(records) == 1 and not groups and scaler.auto is None and not delay_overflow_check
         )
@@ -561,6 +562,7 @@ class Body(ContextOfLoss):
                 one.enter()
                 one.refuse_joined(not backward.snapshot.is_identity)
             together = self._records[0].pending.accumulations if self._records else {}
+            backward.of = tuple(map(id, self._records))
             self._owner.number(backward, together)
             if not backward.snapshot.is_identity:
                 self._owner.note_scaled()

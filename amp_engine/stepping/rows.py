@@ -143,6 +143,7 @@ class Rows:
         self._wide: list[Remainder] = []  # those that are shown
         # 1 if other code wrote other values into low-precision parameters, from one `follow` that saw it to the next.
         self._writes: deque[devices.HostNumbers] | None = deque()  # None: they are not looked at any more
+        self._looks = 256  # how often these are still looked for
         self._samples = 64  # how many parameters are still looked at for writes that move no version
         # Ends a step of the class's own that raised, after which torch calls no hook; None unless one runs or raised.
         self.end_own_step: Callable[[], None] | None = None
@@ -325,9 +326,10 @@ class Rows:
     @torch.no_grad()
     def _look_at_writes(self, moved: Sequence[Beside], count: int | None = None) -> None:
         device = moved[0].param.device
-        if self._writes is None or devices.is_capturing(device):
+        if self._writes is None or self._looks == 0 or device.type == "meta" or devices.is_capturing(device):
             return
-        differ = [devices.moved(one.differs(count), device) for one in moved]
+        self._looks -= 1
+        differ = [one.differs(count) for one in moved if one.param.device == device]
         self._writes.append(devices.HostNumbers(torch.stack(differ).any().float().reshape(1)))
 
     def was_written(self) -> bool:

@@ -344,22 +344,7 @@ def step_by_hand(level: str) -> None:
                 p.grad = None
 
 
-def follow_by_a_copy(level: str) -> None:
-    """Train a model, and have a copy of it follow its weights, as target networks do."""
-    model = MLP.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    target = copy.deepcopy(model).requires_grad_(False)
-    for index in range(8):
-        MLP.loss(target, MLP.batch(index))
-        MLP.loss(model, MLP.batch(index)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for own, other in zip(target.parameters(), model.parameters(), strict=True):
-            own.data.mul_(0.9).add_(other.data, alpha=0.1)
-
-
-@pytest.mark.parametrize("run", [follow, follow_by_a_copy, step_by_hand])
+@pytest.mark.parametrize("run", [follow, step_by_hand])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_half_parameters_that_a_script_writes_and_no_optimizer_steps_are_said_once(level: str, run: Any) -> None:
     with pytest.warns(AmpWarning, match=r"of Mlp that no optimizer steps, .* were written in .*follows") as caught:
@@ -407,38 +392,6 @@ def test_steps_and_checkpoints_are_no_such_writes(level: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             model.load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_copy_that_is_made_equal_to_the_model_again_is_as_good_as_the_model(level: str) -> None:
-    model = MLP.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    target = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for index in range(8):
-            MLP.loss(target, MLP.batch(index))
-            MLP.loss(model, MLP.batch(index)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            target.load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_copy_with_an_optimizer_of_its_own_is_warned_of_once(level: str) -> None:
-    model = MLP.model()
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, loss_scale=1.0, verbosity=0)
-    copied = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for index in range(8):
-            MLP.loss(copied, MLP.batch(index)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [w.category for w in caught] == [AmpWarning]
-    assert "of a copy of an initialized model" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("level", LEVELS)

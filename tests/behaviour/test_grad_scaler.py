@@ -185,7 +185,7 @@ def test_the_state_of_a_scaler_that_was_not_enabled_starts_anew(level: str, says
     capsys.readouterr()
     amp.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
     assert (
-        "the state_dict is empty, as without an enabled amp or GradScaler: the loss scale starts anew"
+        "the state_dict is empty, saved while amp or GradScaler was off: the loss scale starts anew"
         in capsys.readouterr().out
     ) is says
     assert amp.get_scale() == (2.0**16 if says else 1)

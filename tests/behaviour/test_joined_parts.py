@@ -160,6 +160,7 @@ def test_all_models_have_one_hook_which_stays_until_close() -> None:
     during = dict(torch_modules._global_module_registration_hooks)
     assert len(during) == len(before) + 1
     started("O2")
+    amp.initialize(model, opt_level="O2", verbosity=0)
     del model, optimizer
     gc.collect()
     assert torch_modules._global_module_registration_hooks == during

@@ -176,6 +176,29 @@ def test_beside_masters_one_that_was_made_around_an_initialized_optimizer_is_ref
     assert not torch.equal(masters(bare)[0], before[0])
 
 
+class SetsTheRate(Optimizer):
+    """A schedule as a class of optimizers, without groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / self.count
+        return self.optimizer.step(closure)
+
+
+def test_one_that_sets_the_rate_of_an_initialized_optimizer_is_none_of_these() -> None:
+    model = MLP.model()
+    bare = INNER["SGD"](model.parameters())
+    amp.initialize(model, bare, opt_level="O5", verbosity=0)
+    before = masters(bare)
+    MLP.loss(model, MLP.batch()).backward()
+    SetsTheRate(bare).step()
+    assert not torch.equal(masters(bare)[0], before[0])
+
+
 class AcceleratesShape(Optimizer):
     """Groups and state are those inside, asked for each time."""
 

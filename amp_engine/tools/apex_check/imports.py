@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 
 from amp_engine.tools.apex_check import inventory
 
@@ -25,14 +26,28 @@ def asks_for_apex(statement: ast.stmt) -> bool:
 
 
 def imports_others(statement: ast.stmt) -> bool:
-    """True if a statement imports a module that is neither Python's own nor torch or NumPy, as these know no apex."""
-    for node in ast.walk(statement):
-        match node:
-            case ast.Import(names=names) if any(_may_ask(alias.name) for alias in names):
-                return True
-            case ast.ImportFrom(module=module, level=level) if level or _may_ask(str(module)):
-                return True
-    return False
+    """True if a statement, as it is run, imports a module that is neither Python's own nor torch or NumPy.
+
+    These know no apex. Bodies of functions are run later, those of `if TYPE_CHECKING:` never.
+    """
+    match statement:
+        case ast.Import(names=names):
+            return any(_may_ask(alias.name) for alias in names)
+        case ast.ImportFrom(module=module, level=level):
+            return bool(level) or _may_ask(str(module))
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return False
+        case ast.If(test=test) if "TYPE_CHECKING" in ast.unparse(test):
+            return any(map(imports_others, statement.orelse))
+    return any(imports_others(child) for child in _statements_in(statement))
+
+
+def _statements_in(statement: ast.AST) -> Iterator[ast.stmt]:
+    for child in ast.iter_child_nodes(statement):
+        if isinstance(child, ast.stmt):
+            yield child
+        elif isinstance(child, (ast.excepthandler, ast.match_case)):
+            yield from _statements_in(child)
 
 
 def _may_ask(name: str) -> bool:

@@ -12,6 +12,11 @@ ADDED = LINE.decode() + "\n"
 FIXED = {
     "import": ("import torch\n", "from apex import amp\nprint(amp)\n"),
     "one that may ask for apex": ("import os\n", "import transformers\nimport torch\nfrom apex import amp\n"),
+    "one that is not run now": (
+        "import os\nif TYPE_CHECKING:\n    import timm\ndef plot():\n    import matplotlib\nos.environ['A'] = ''\n",
+        "from apex import amp\n",
+    ),
+    "one within try": ("import os\n", "try:\n    import timm\nexcept ImportError:\n    timm = None\nimport apex\n"),
     "one of the project": ("import numpy as np\n", "from .helpers import f\nfrom apex import amp\n"),
     "no import before it": ("", "import apex\n"),
     "docstring and future": ('"""Trains."""\nfrom __future__ import annotations\n', "import apex.amp as amp\n"),

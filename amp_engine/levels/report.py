@@ -191,8 +191,8 @@ def steps(kind: str, masters: str, is_by_kernels: bool, is_released: bool, bytes
 def outside_of_models(kind: str, count: int) -> str:
     """Message: parameters with masters are in no model, so that no state_dict has their FP32 values."""
     return (
-        f"Note:  {kind} steps {count} low-precision parameters that are in no model given to amp.initialize: a "
-        "state_dict() of theirs is rounded.  Pass their module, too: amp.initialize([model, other], optimizer)."
+        f"Note:  {kind} steps {count} low-precision parameter{'s' * (count > 1)} of no model given to amp.initialize: "
+        "a state_dict() with them is rounded.  Pass their module, too: amp.initialize([model, other], optimizer)."
     )
 
 

@@ -452,6 +452,6 @@ def test_parameters_outside_of_the_models_are_said(capsys: pytest.CaptureFixture
     for models, count in ((model, 2), ([model, other], 0)):
         optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
         amp.initialize(models, optimizer, opt_level="O5")
-        said = f"SGD steps {count} low-precision parameters that are in no model given to amp.initialize"
+        said = f"SGD steps {count} low-precision parameters of no model given to amp.initialize"
         assert (said in capsys.readouterr().out) is bool(count)
         amp.close()

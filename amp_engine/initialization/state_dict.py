@@ -56,7 +56,7 @@ class _Joining(RemovableHandle):
     All models have one hook, which stays when they are collected: graphs that torch.compile made guard its number.
     """
 
-    _all: ClassVar[set[_Joining]] = set()
+    _all: ClassVar[weakref.WeakSet[_Joining]] = weakref.WeakSet()  # each is kept by the object that removes it
     _hook: ClassVar[RemovableHandle | None] = None
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,8 +73,7 @@ class _Joining(RemovableHandle):
 
 def remove_joining_hook() -> None:
     """Remove the hook for modules that join if there is no model."""
-    _Joining._all -= {one for one in _Joining._all if one._model() is None}
-    if _Joining._hook is not None and not _Joining._all:
+    if _Joining._hook is not None and all(one._model() is None for one in _Joining._all):
         _Joining._hook.remove()
         _Joining._hook = None
 

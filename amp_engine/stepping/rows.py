@@ -329,6 +329,9 @@ class Rows:
         if self._writes is None or self._looks == 0 or device.type == "meta" or devices.is_capturing(device):
             return
         self._looks -= 1
+        if count is None and len(moved) > len(self._known) // 2:  # a decay by hand, of which rounding may leave nothing
+            self._writes.append(devices.HostNumbers(torch.ones(1)))
+            return
         differ = [one.differs(count) for one in moved if one.param.device == device]
         self._writes.append(devices.HostNumbers(torch.stack(differ).any().float().reshape(1)))
 

@@ -446,7 +446,7 @@ def decay_by_hand(model: nn.Module, optimizer: Optimizer, through_data: bool) ->
         backward(MLP.loss(model, MLP.batch(index)), optimizer)
         with torch.no_grad():
             for p in model.parameters():
-                (p.data if through_data else p).mul_(0.9)
+                p.data.mul_(0.9) if through_data else p.mul_(0.9999)  # which rounds to the old values at O5
         optimizer.step()
         optimizer.zero_grad()
 
@@ -468,15 +468,14 @@ def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_writes_that_leave_the_old_values_before_the_step_are_not_warned_of(level: str, through_data: bool) -> None:
+def test_writes_that_leave_the_old_values_before_the_step_are_not_warned_of(level: str) -> None:
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        perturbed_losses(model, Perturbing(optimizer, through_data=through_data), optimizer)
+        perturbed_losses(model, Perturbing(optimizer, through_data=True), optimizer)
         for index in range(6):
             backward(MLP.loss(model, MLP.batch(index)), optimizer)
             optimizer.step()

@@ -69,7 +69,7 @@ class Request:
     judge: Callable[[Optimizer, Container[int]], HalfWeights | None]
 
     def options(self) -> dict[str, str]:
-        """What was asked for about gradients, moments and memory, and is not the default: keyword -> value."""
+        """Return the options about gradients, moments and memory that are not the defaults: keyword -> value."""
         moments = "8bit" if self.moment_dtype is CODES else str(self.moment_dtype)
         given = (
             ("moment_dtype", moments, self.moment_dtype is not torch.float32),

@@ -142,7 +142,7 @@ class Rows:
         self._adoption: tuple[Columns, Adoption] | None = None
         self._wide: list[Remainder] = []  # those that are shown
         # 1 if other code wrote other values into low-precision parameters, from one `follow` that saw it to the next.
-        self._writes: deque[devices.HostNumbers] | None = deque()  # None: they are not looked at any more
+        self._writes: deque[devices.HostNumbers] = deque()
         self._looks = 256  # how often these are still looked for
         self._samples = 64  # how many parameters are still looked at for writes that move no version
         # Ends a step of the class's own that raised, after which torch calls no hook; None unless one runs or raised.
@@ -307,7 +307,7 @@ class Rows:
             moved = [one for place, one in enumerate(self._known.values()) if self.pairs.params.has_moved(place)]
             for one in moved if rounds else ():
                 one.check_type()
-            if not is_first:
+            if moved and not is_first:
                 self._look_at_writes(moved)
             for one in moved:
                 one.follow(is_whole)
@@ -326,7 +326,7 @@ class Rows:
     @torch.no_grad()
     def _look_at_writes(self, moved: Sequence[Beside], count: int | None = None) -> None:
         device = moved[0].param.device
-        if self._writes is None or self._looks == 0 or device.type == "meta" or devices.is_capturing(device):
+        if self._looks == 0 or device.type == "meta" or devices.is_capturing(device):
             return
         self._looks -= 1
         if count is None and len(moved) > len(self._known) // 2:  # a decay by hand, of which rounding may leave nothing
@@ -344,7 +344,8 @@ class Rows:
 
     def look_at_no_writes(self) -> None:
         """Have `was_written` return False from now on."""
-        self._writes = None
+        self._looks = 0
+        self._writes.clear()
 
     def round_written(self) -> None:
         """Round masters that were written outside of a step into their parameters."""

@@ -362,6 +362,19 @@ def test_a_model_that_is_converted_keeps_its_masters(convert: Any, options: dict
         assert_bitwise(dict(model.state_dict()), exact)
 
 
+def test_a_converted_model_keeps_its_masters_through_a_step_of_the_classs_own() -> None:
+    model = Normed(torch.bfloat16)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    trained_a_little(model, optimizer, 3)
+    exact = frozen(dict(model.state_dict()))
+    model.float()
+    optimizer.param_groups[0]["lr"] = 0.0
+    trained_a_little(model, optimizer, 2)
+    assert_bitwise(dict(model.state_dict()), exact)
+    assert_bitwise(dict(model.named_parameters()), exact)
+
+
 class Around(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

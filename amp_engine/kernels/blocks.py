@@ -15,22 +15,23 @@ CODES = torch.uint8
 """The type that holds the codes and the exponents."""
 
 _BLOCK = 32
-_DROPPED = 19  # bits of a float32's fraction that a code lacks
-_HALF = 0x800  # of 12 bits of noise: rounds to the nearest
+_LEAST = 23  # exponent up to which the largest magnitude of a block makes the block 0
 
 
 class _Code(NamedTuple):
-    is_signed: bool
-    top: int
-    offset: float
-    least: float
+    bits: int
+    of_root: bool
+
+    @property
+    def top(self) -> int:
+        return 2**self.bits - 1
 
 
-SIGNED = _Code(True, 127, 2.0**-7, 0.0)
-"""Of first moments and momentum buffers."""
+FIRST = _Code(7, of_root=False)
+"""Of first moments and momentum buffers: with a sign."""
 
-UNSIGNED = _Code(False, 255, 2.0**-15, 2.0**-20)
-"""Of second moments."""
+SECOND = _Code(8, of_root=True)
+"""Of second moments: a code is of the root, and at least 1 in a block that is not 0."""
 
 
 def size_in_blocks(n: int) -> int:
@@ -48,43 +49,41 @@ def is_in_blocks(value: Tensor, weight: Tensor) -> bool:
     return value.dtype is CODES or bool((value == value.to(CODES)).all())
 
 
-def in_blocks(value_f32: Tensor, code: _Code, noise: Tensor | int = _HALF) -> Tensor:
-    """Return a dense float32 tensor in blocks. `noise`: 12 bits for each element in memory order. No host sync."""
+def in_blocks(value_f32: Tensor, code: _Code, noise: Tensor | float = 0.5) -> Tensor:
+    """Return a dense float32 tensor in blocks. No host sync.
+
+    Args:
+        value_f32: the moment.
+        code: its kind.
+        noise: numbers in [0, 1), float32, for each element in memory order; 0.5 rounds to the nearest.
+    """
     n = value_f32.numel()
-    flat = value_f32.new_zeros(-(-n // _BLOCK) * _BLOCK)
-    flat[:n] = _in_memory_order(value_f32.detach())
-    magnitudes = flat.abs()
-    carry = (1 << _DROPPED) + int(code.offset * 2**23)  # see exponent_of in csrc/math/blocks.h
-    largest = magnitudes.view(torch.int32).view(-1, _BLOCK).amax(1) if n else flat.int()
-    exponents = (largest.long() + carry >> 23).clamp(max=255).int()
-    inverse = torch.where((exponents == 0) | (exponents == 255), 0, (254 - exponents) << 23)
-    inverse = torch.where(exponents == 254, 0x00400000, inverse).view(torch.float32)
-    y = magnitudes * inverse.repeat_interleave(_BLOCK) + code.offset
-    added = (noise << (_DROPPED - 12)) | 1 << (_DROPPED - 13)
-    if isinstance(added, Tensor):
-        added = torch.nn.functional.pad(added, (0, flat.numel() - n))
-    place = ((y.view(torch.int32).long() & 0xFFFFFFFF) + added >> _DROPPED) - (_bits(code.offset) >> _DROPPED)
-    codes = place.clamp(max=code.top)
-    if code.is_signed:
-        codes = codes | (flat.view(torch.int32) < 0).long() << 7
-    return torch.cat([codes[:n].to(CODES), exponents.to(CODES)])
+    flat = value_f32.new_zeros(-(-n // _BLOCK), _BLOCK)
+    flat.view(-1)[:n] = _in_memory_order(value_f32.detach())
+    flat = flat.sqrt() if code.of_root else flat
+    if isinstance(noise, Tensor):
+        noise = torch.nn.functional.pad(noise, (0, flat.numel() - n)).view_as(flat)
+    largest = flat.abs().view(torch.int32).amax(1) if n else flat.new_zeros(0, dtype=torch.int32)
+    exponents = largest.long() + (1 << (24 - code.bits)) >> 23  # see exponent_of in csrc/math/blocks.h
+    is_finite = exponents < 255
+    exponents = torch.where(is_finite, torch.where(exponents <= _LEAST, 0, exponents - (code.bits - 1)), 255)
+    inverse = torch.where(is_finite & (exponents > 0), 254 - exponents << 23, 0).int().view(torch.float32)
+    y = torch.addcmul(torch.as_tensor(noise, dtype=torch.float32), flat, inverse[:, None])
+    codes = y.floor().nan_to_num(nan=0.0).int() & 0xFF
+    return torch.cat([codes.view(-1)[:n].to(CODES), exponents.to(CODES)])
 
 
 def from_blocks(value: Tensor, code: _Code, weight: Tensor) -> Tensor:
     """Return a moment in blocks as float32, laid out as its dense weight. No host sync."""
     n = weight.numel()
-    bits = value.to(CODES).int()
-    scale = (bits[n:] << 23).view(torch.float32).repeat_interleave(_BLOCK)[:n]
-    y = (((bits[:n] & code.top) << _DROPPED) + _bits(code.offset)).view(torch.float32) - code.offset
-    magnitude = y.clamp(min=code.least) * scale
+    held = value.to(CODES)
+    scale = (held[n:].int() << 23).view(torch.float32).repeat_interleave(_BLOCK)[:n]
+    codes = held[:n].clamp(min=1) if code.of_root else held[:n].view(torch.int8)
+    x = codes.float() * scale
     wide = torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
-    _in_memory_order(wide).copy_(torch.where(bits[:n] > code.top, -magnitude, magnitude))
+    _in_memory_order(wide).copy_(x.square() if code.of_root else x)
     return wide
 
 
 def _in_memory_order(dense: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,))
-
-
-def _bits(x: float) -> int:
-    return int(torch.tensor(x).view(torch.int32))

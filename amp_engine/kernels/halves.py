@@ -5,8 +5,8 @@ all values: of the 65,537 values that round to an even bfloat16, two have the sa
 bfloat16 is first moved up by one unit in the last place of float32. This changes 32,640 of the 4.28e9 finite values;
 all others stay exact.
 
-A master of 24 bits is the bfloat16 that it rounds to and the upper 8 bits of the remainder. A step rounds to 24 bits by
-chance, as `split24` does, `remainder24` to the nearest.
+A master of 24 bits is the bfloat16 that it rounds to and the upper 8 bits of the remainder, and no tie between two
+bfloat16. A step rounds to 24 bits by chance, as `split24` does, `remainder24` to the nearest.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def remainder24(value_f32: Tensor, rounded: Tensor) -> Tensor:
     """Return the 8 bits with which `rounded`, the bfloat16 of `value_f32`, is nearest to it. No host sync."""
     high = rounded.detach().view(torch.int16).int()
     units = value_f32.detach().view(torch.int32) - (high << 16) + 0x80 >> 8
-    most = 0x80 - (high & 1)  # half a unit of bfloat16 above an odd one rounds to the next
-    return torch.where(value_f32.isnan(), 0, units.clamp(min=-0x7F).minimum(most) & 0xFF).to(REMAINDER24)
+    return torch.where(value_f32.isnan(), 0, units.clamp(-0x7F, 0x7F) & 0xFF).to(REMAINDER24)
 
 
 def split24(value_f32: Tensor, step: int, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -57,7 +56,7 @@ def split24(value_f32: Tensor, step: int, first: int = 0) -> tuple[Tensor, Tenso
     places = torch.arange(first, first + given.numel(), device=given.device).int()
     noise = _mixed(places + of_step) >> 24 & 0xFF
     bits = given.view(torch.int32) + noise
-    bits += ((bits & 0x1FF00) == 0x18000).int() * ((noise & 1) * 0x200 - 0x100)
+    bits += ((bits & 0xFF00) == 0x8000).int() * ((noise & 2) * 0x100 - 0x100)
     low = bits >> 8 & 0xFF
     high = (bits >> 16) + (low > 0x80).int()
     nan = given.isnan()

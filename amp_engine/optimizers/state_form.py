@@ -121,7 +121,7 @@ class StateForm:
         return blocks.from_blocks(value, self._code(name), weight) if blocks.is_in_blocks(value, weight) else value
 
     def _code(self, name: str) -> Any:
-        return blocks.SIGNED if name == self._rule.state1 else blocks.UNSIGNED
+        return blocks.FIRST if name == self._rule.state1 else blocks.SECOND
 
     def _zeros(self, weight: Tensor) -> Tensor:
         if self.dtype is blocks.CODES:

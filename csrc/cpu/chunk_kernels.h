@@ -18,6 +18,15 @@ struct ChunkKernels {
                        Partial* of_weight, Partial* of_step);
 };
 
+// Has the compiler read x from memory where it is used: a copy of a number to all lanes is then a load, not one of the
+// instructions that are short where vectors have 512 bits.
+template <class T>
+AMP_HD T const& reread(T const& x) {
+  T const* at = &x;
+  asm("" : "+r"(at));
+  return *at;
+}
+
 // The last bytes of a tensor's coefficients: the number of its step after `mixed`, for stochastic rounding.
 AMP_HD uint32_t& step_mixed(void* coefficients) {
   return *reinterpret_cast<uint32_t*>(static_cast<char*>(coefficients) + kCoefficientBytes - sizeof(uint32_t));

@@ -11,7 +11,7 @@ namespace {
 using amp_engine::fma;
 using amp_engine::sqrt;
 
-// A lane of one element, for the end of a chunk.
+// A lane of one element, for the end of a chunk, and for blocks with a NaN.
 struct Single {
   static constexpr int kWidth = 1;
 
@@ -44,8 +44,13 @@ struct Single {
 
   using Noise = uint32_t;
   static Noise noise(int64_t i, uint32_t of_step) { return noise_at(i, of_step); }
+  static Noise of_weight(Noise noise) { return noise >> 24; }
+  using BlockNoise = amp_engine::BlockNoise;
+  static BlockNoise noise_in_block(int64_t block, int first, uint32_t of_step) {
+    return amp_engine::noise_in_block(block, first, of_step);
+  }
   static void store_split24(void* rounded, void* remainder, int64_t i, float x, Noise noise) {
-    Halves const halves = split24(x, noise >> 24);
+    Halves const halves = split24(x, noise);
     static_cast<uint16_t*>(rounded)[i] = halves.rounded;
     static_cast<uint8_t*>(remainder)[i] = uint8_t(halves.remainder);
   }
@@ -84,6 +89,14 @@ AMP_HD void prefetch(Type type, void const* data, int64_t i, int64_t bytes_ahead
   }
 }
 
+template <class L>
+AMP_HD void prefetch_tile(Type type, void const* data, int64_t i) {
+  constexpr int64_t kLine = 64;  // bytes of a line of a cache
+  for (int64_t j = 0; j < L::Tile::kElements; j += kLine / size_of(type)) {
+    prefetch<L>(type, data, i + j);
+  }
+}
+
 // The low-precision copy that a weight is rounded into, if there is one, or the weight's remainder. A streamed copy is
 // not read before it is written, which saves 2 of 32 bytes per element, 1 to 2% of a step. But the next forward misses
 // the caches. A copy that other code may write is read: where it is not the weight rounded, it is the weight.
@@ -105,6 +118,12 @@ class Copy {
   AMP_HD void prefetch(Type type, int64_t i) const {
     if (data_ && !streamed_) {
       SET::prefetch<L>(type, data_, i);
+    }
+  }
+  template <class L>
+  AMP_HD void prefetch_tile(Type type, int64_t i) const {
+    if (data_ && !streamed_) {
+      SET::prefetch_tile<L>(type, data_, i);
     }
   }
   template <class L, class V>
@@ -135,24 +154,27 @@ class Copy {
       L::store(type, data_, i, weight);
     }
   }
-  template <class Block>
-  AMP_HD Block load_block(Type weight_type, Type type, void const* weights, int64_t i) const {
+  template <class Tile>
+  AMP_HD Tile load_tile(Type weight_type, Type type, void const* weights, int64_t i) const {
     if (type == Type::byte) {
-      return Block::load_split24(weights, data_, i);
+      return Tile::load_split24(weights, data_, i);
     }
-    return Block::of(load<Lanes, Lanes>(weight_type, type, weights, i),
-                     load<Lanes, Lanes>(weight_type, type, weights, i + Lanes::kWidth));
+    auto const part = [&](int j) __attribute__((always_inline)) {
+      return load<Lanes, Lanes>(weight_type, type, weights, i + j * Lanes::kWidth);
+    };
+    return Tile::of(part(0), part(1), part(2), part(3));
   }
-  template <class Block>
-  AMP_HD void write_block(Type weight_type, Type type, void* weights, int64_t i, Block const& weight,
-                          typename Block::Noise const& noise) const {
+  template <class Tile>
+  AMP_HD void write_tile(Type weight_type, Type type, void* weights, int64_t i, Tile const& weight,
+                         typename Tile::Pairs const& pairs) const {
     if (type == Type::byte) {
-      weight.store_split24(weights, data_, i, noise);
+      weight.store_split24(weights, data_, i, pairs);
       return;
     }
-    Lanes::Noise const none{};
-    write<Lanes>(weight_type, type, weights, i, weight.lower(), none);
-    write<Lanes>(weight_type, type, weights, i + Lanes::kWidth, weight.upper(), none);
+    Tile const in_order = weight.in_order();
+    for (int j = 0; j < 4; ++j) {
+      write<Lanes>(weight_type, type, weights, i + j * Lanes::kWidth, in_order.at[j], Lanes::Noise{});
+    }
   }
 
  private:
@@ -328,26 +350,81 @@ struct Blocks {
 
   Blocks(void* moment, int64_t numel)
       : codes(static_cast<uint8_t*>(moment)), exponents(moment ? codes + numel : nullptr) {}
-
-  AMP_HD float scale(int64_t i) const { return codes ? scale_of(exponents[uint64_t(i) / kBlock]) : 0.0f; }
-  // Returns the inverse of the new scale.
-  template <class Code>
-  AMP_HD float rescale(int64_t i, uint32_t largest) const {
-    uint8_t const exponent = exponent_of<Code>(largest);
-    exponents[uint64_t(i) / kBlock] = exponent;
-    return inverse_scale_of(exponent);
-  }
+  AMP_HD uint8_t* exponent(int64_t i) const { return exponents + uint64_t(i) / kBlock; }
 };
 
-// lanes_avx512.h has a type for a whole block.
+// lanes_avx512.h has a type for two blocks.
 template <class L>
-concept HasBlock = requires { typename L::Block; };
+concept HasTile = requires { typename L::Tile; };
 
-template <class Block>
-struct Stepped {
-  Block weight;
-  typename Block::Noise noise;
-};
+// Steps the tiles from `i` to `end`, and returns where the last one ends. `slow` steps a block of any values.
+template <class Update, class L, class Weight, class Gradient, class Rounded, class Slow>
+AMP_HD int64_t step_tiles(L, Weight weight_type, Gradient gradient_type, Rounded copy_type, Copy const& copy,
+                          void* const weights, void const* const gradients, Blocks const first, Blocks const second,
+                          int64_t i, int64_t const end, typename Update::Coefficients const& c, uint32_t of_step,
+                          Slow const& slow) {
+  using Tile = typename L::Tile;
+  bool const has_first = Update::kState2 || first.codes;
+  auto const hash = Tile::hash(of_step);
+  // A tile waits for a root and a quotient, so it is written while the next one waits.
+  Tile weight, state1 = 0.0f, root = 0.0f;
+  int64_t waiting = -1;
+  auto const write = [&](int64_t at) __attribute__((always_inline)) {
+    auto const pairs = Tile::pairs(at, reread(hash));
+    typename Tile::Noise const noise(pairs);
+    auto const found = Tile::largest(state1, root);
+    auto const& largest = reread(found);
+    if (has_first) {
+      uint8_t* const exponents = first.exponent(at);
+      exponents[0] = exponent_of<SignedCode>(largest.at[0]);
+      exponents[1] = exponent_of<SignedCode>(largest.at[1]);
+      state1.template store_codes<SignedCode>(first.codes, at, &reread(*exponents), noise);
+    }
+    if constexpr (Update::kState2) {
+      uint8_t* const exponents = second.exponent(at);
+      exponents[0] = exponent_of<RootCode>(largest.at[2]);
+      exponents[1] = exponent_of<RootCode>(largest.at[3]);
+      root.template store_codes<RootCode>(second.codes, at, &reread(*exponents), noise);
+    }
+    copy.write_tile(weight_type, copy_type, weights, at, weight, pairs);
+  };
+  for (; i + Tile::kElements <= end; i += Tile::kElements) {
+    prefetch_tile<L>(gradient_type, gradients, i);
+    prefetch_tile<L>(weight_type, weights, i);
+    copy.prefetch_tile<L>(copy_type, i);
+    Tile w = copy.load_tile<Tile>(weight_type, copy_type, weights, i);
+    Tile s1 = 0.0f, s2 = 0.0f, r = 0.0f;
+    if (has_first) {
+      s1 = Tile::template load_codes<SignedCode>(first.codes, i, first.exponent(i));
+    }
+    if constexpr (Update::kState2) {
+      Tile const before = Tile::template load_codes<RootCode>(second.codes, i, second.exponent(i));
+      s2 = before * before;
+    }
+    Tile const gradient = Tile::load(gradient_type, gradients, i);
+    Update::update(gradient, w, s1, s2, reread(c));
+    if constexpr (Update::kState2) {
+      r = sqrt(s2);  // as the update has it
+    }
+    if (waiting >= 0) {
+      write(waiting);
+    }
+    waiting = -1;
+    if (w.has_nan()) [[unlikely]] {
+      slow(i);
+      slow(i + kBlock);
+      continue;
+    }
+    weight = w;
+    state1 = s1;
+    root = r;
+    waiting = i;
+  }
+  if (waiting >= 0) {
+    write(waiting);
+  }
+  return i;
+}
 
 // Steps with moments in blocks.
 template <class Update>
@@ -356,13 +433,15 @@ void step_in_blocks(Row const& r, Entry const& g, Span s, typename Update::Coeff
   Blocks const first(r.state1, r.numel), second(r.state2, r.numel);
   bool const has_first = Update::kState2 || r.state1;
   auto const run = [&](auto weight_type, auto gradient_type, auto copy_type) {
-    // `count` vectors. `noise` is of each.
-    auto const block = [&](auto lanes, auto count, int64_t begin, auto const* noise) {
+    // A block of `count` vectors.
+    auto const block = [&](auto lanes, auto count, int64_t begin) {
       using L = decltype(lanes);
       using V = typename ValueOf<L>::type;
       V state1[kBlock / L::kWidth], state2[kBlock / L::kWidth];
+      typename L::BlockNoise noise[kBlock / L::kWidth];
       Magnitudes of_1, of_2;
-      float const scale1 = first.scale(begin), scale2 = second.scale(begin);
+      float const scale1 = has_first ? scale_of(*first.exponent(begin)) : 0.0f;
+      float const scale2 = Update::kState2 ? scale_of(*second.exponent(begin)) : 0.0f;
       for (int j = 0; j < count; ++j) {
         int64_t const i = begin + j * L::kWidth;
         prefetch<L>(gradient_type, g.data, i);
@@ -370,90 +449,46 @@ void step_in_blocks(Row const& r, Entry const& g, Span s, typename Update::Coeff
         copy.template prefetch<L>(copy_type, i);
         V weight = copy.template load<L, V>(weight_type, copy_type, r.weight, i);
         state1[j] = has_first ? V(L::template load_code<SignedCode>(first.codes, i, scale1)) : V(0.0f);
-        state2[j] = Update::kState2 ? V(L::template load_code<UnsignedCode>(second.codes, i, scale2)) : V(0.0f);
+        state2[j] = Update::kState2 ? V(L::template load_code<RootCode>(second.codes, i, scale2)) : V(0.0f);
         Update::update(V(L::load(gradient_type, g.data, i)), weight, state1[j], state2[j], c);
         of_1.add(state1[j]);
-        of_2.add(state2[j]);
-        copy.template write<L>(weight_type, copy_type, r.weight, i, weight, noise[j]);
+        if constexpr (Update::kState2) {
+          state2[j] = sqrt(state2[j]);
+          of_2.add(state2[j]);
+        }
+        noise[j] = L::noise_in_block(begin / kBlock, j * L::kWidth, of_step);
+        copy.template write<L>(weight_type, copy_type, r.weight, i, weight, noise[j].of_weight);
       }
-      float const inverse1 = has_first ? first.template rescale<SignedCode>(begin, of_1.largest()) : 0.0f;
-      float const inverse2 = Update::kState2 ? second.template rescale<UnsignedCode>(begin, of_2.largest()) : 0.0f;
+      uint8_t const exponent1 = exponent_of<SignedCode>(of_1.largest());
+      uint8_t const exponent2 = exponent_of<RootCode>(of_2.largest());
+      if (has_first) {
+        *first.exponent(begin) = exponent1;
+      }
+      if constexpr (Update::kState2) {
+        *second.exponent(begin) = exponent2;
+      }
       for (int j = 0; j < count; ++j) {
         int64_t const i = begin + j * L::kWidth;
         if (has_first) {
-          L::template store_code<SignedCode>(first.codes, i, state1[j], inverse1, noise[j]);
+          L::template store_code<SignedCode>(first.codes, i, state1[j], inverse_scale_of(exponent1), noise[j].first);
         }
         if constexpr (Update::kState2) {
-          L::template store_code<UnsignedCode>(second.codes, i, state2[j], inverse2, noise[j]);
+          L::template store_code<RootCode>(second.codes, i, state2[j], inverse_scale_of(exponent2), noise[j].second);
         }
       }
     };
-    auto const whole = [&](auto lanes, int64_t begin) {
-      using L = decltype(lanes);
-      constexpr int kCount = kBlock / L::kWidth;
-      typename L::Noise noise[kCount];
-      for (int j = 0; j < kCount / 2; ++j) {
-        noise[j] = L::noise(begin / 2 + j * L::kWidth, of_step);
-        noise[j + kCount / 2] = L::turned(noise[j]);
-      }
-      block(lanes, std::integral_constant<int, kCount>{}, begin, noise);
-    };
-    // Returns the weight and the noise to write it with.
-    auto const whole_at_once = [&](auto lanes, int64_t begin) __attribute__((always_inline)) {
-      using Block = typename decltype(lanes)::Block;
-      for (int64_t i = begin; i < begin + kBlock; i += Lanes::kWidth) {
-        prefetch<Lanes>(gradient_type, g.data, i);
-        prefetch<Lanes>(weight_type, r.weight, i);
-        copy.template prefetch<Lanes>(copy_type, i);
-      }
-      Block weight = copy.template load_block<Block>(weight_type, copy_type, r.weight, begin);
-      Block state1 = 0.0f, state2 = 0.0f;
-      if (has_first) {
-        state1 = Block::template load_codes<SignedCode>(first.codes, begin, first.scale(begin));
-      }
-      if constexpr (Update::kState2) {
-        state2 = Block::template load_codes<UnsignedCode>(second.codes, begin, second.scale(begin));
-      }
-      Update::update(Block::load(gradient_type, g.data, begin), weight, state1, state2, c);
-      uint32_t largest1, largest2;
-      Block::largest(state1, state2, largest1, largest2);
-      auto const noise = Block::noise(begin, of_step);
-      if (has_first) {
-        float const inverse = first.template rescale<SignedCode>(begin, largest1);
-        state1.template store_codes<SignedCode>(first.codes, begin, inverse, noise);
-      }
-      if constexpr (Update::kState2) {
-        float const inverse = second.template rescale<UnsignedCode>(begin, largest2);
-        state2.template store_codes<UnsignedCode>(second.codes, begin, inverse, noise);
-      }
-      return Stepped<Block>{weight, noise};
-    };
-    if constexpr (HasBlock<Lanes>) {
-      // A weight waits for a root and a quotient, so it is written after the moments of the next block: 7% less time.
-      auto const write = [&](auto const& block) {
-        copy.write_block(weight_type, copy_type, r.weight, s.begin, block.weight, block.noise);
-        s.begin += kBlock;
-      };
-      if (s.begin + kBlock <= s.end) {
-        auto last = whole_at_once(Lanes{}, s.begin);
-        while (s.begin + 2 * kBlock <= s.end) {
-          auto const next = whole_at_once(Lanes{}, s.begin + kBlock);
-          write(last);
-          last = next;
-        }
-        write(last);
-      }
+    if constexpr (HasTile<Lanes>) {
+      auto const slow = [&](int64_t begin) __attribute__((noinline)) { block(Single{}, kBlock, begin); };
+      s.begin = step_tiles<Update>(Lanes{}, weight_type, gradient_type, copy_type, copy, r.weight, g.data, first,
+                                   second, s.begin, s.end, c, of_step, slow);
     } else {
       for (; s.begin + kBlock <= s.end; s.begin += kBlock) {
-        whole(Lanes{}, s.begin);
+        block(Lanes{}, std::integral_constant<int, kBlock / Lanes::kWidth>{}, s.begin);
       }
     }
-    if (s.begin < s.end) {
-      uint32_t noise[kBlock];
-      for (int64_t i = s.begin; i < s.end; ++i) {
-        noise[i - s.begin] = noise_in_block(i, of_step);
-      }
-      block(Single{}, int(s.end - s.begin), s.begin, noise);
+    for (; s.begin < s.end; s.begin += kBlock) {
+      int64_t const left = s.end - s.begin;
+      block(Single{}, int(left < kBlock ? left : kBlock), s.begin);
     }
   };
   Known<Type::float32> const f32;
@@ -512,7 +547,7 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
           L::store(Type::float32, r.state2, i, state2);
         }
       }
-      copy.template write<L>(weight_type, copy_type, r.weight, i, weight, noise);
+      copy.template write<L>(weight_type, copy_type, r.weight, i, weight, L::of_weight(noise));
     });
   };
   // The usual types of O2 and O5, of O1 and O4, and of FP32 each have their own loop, which does not branch on types.
@@ -604,7 +639,7 @@ void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* co
     copy.prefetch<L>(r.copy_type, i);
     V const u = L::load(Type::float32, step.data, i);
     V const weight = fma(V(minus_rate), u, copy.load<L, V>(r.weight_type, r.copy_type, r.weight, i));
-    copy.write<L>(r.weight_type, r.copy_type, r.weight, i, weight, L::noise(i, of_step));
+    copy.write<L>(r.weight_type, r.copy_type, r.weight, i, weight, L::of_weight(L::noise(i, of_step)));
   });
 }
 

@@ -72,21 +72,38 @@ struct Lanes {
   }
 
   using Noise = __m256i;
-  static AMP_HD Noise noise(int64_t i, uint32_t of_step) {
-    __m256i const lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-    __m256i x = _mm256_add_epi32(lane, _mm256_set1_epi32(int32_t(uint32_t(i) + of_step)));
+  static AMP_HD __m256i mixed(__m256i x) {
     x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
     x = _mm256_mullo_epi32(x, _mm256_set1_epi32(0x7feb352d));
     x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
     x = _mm256_mullo_epi32(x, _mm256_set1_epi32(int32_t(0x846ca68bu)));
     return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
   }
+  static AMP_HD Noise noise(int64_t i, uint32_t of_step) {
+    __m256i const lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return mixed(_mm256_add_epi32(lane, _mm256_set1_epi32(int32_t(uint32_t(i) + of_step))));
+  }
+  static AMP_HD Noise of_weight(Noise noise) { return _mm256_srli_epi32(noise, 24); }
+  struct BlockNoise {
+    __m256i first, second, of_weight;
+  };
+  static AMP_HD BlockNoise noise_in_block(int64_t block, int first, uint32_t of_step) {
+    constexpr int kOdd = 0xaa;
+    __m256i const pair = _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0);
+    __m256i const hash = mixed(_mm256_add_epi32(pair, _mm256_set1_epi32(int32_t(of_step + uint32_t(first / 2)))));
+    __m256i const bits = _mm256_add_epi32(hash, _mm256_set1_epi32(int32_t(amp_engine::mixed(uint32_t(block)))));
+    __m256i const fraction = _mm256_set1_epi32(kNoise);
+    __m256i const upper = _mm256_and_si256(_mm256_srli_epi32(bits, 9), fraction);
+    __m256i const lower = _mm256_and_si256(_mm256_slli_epi32(bits, 7), fraction);
+    __m256i const of_weight = _mm256_blend_epi32(bits, _mm256_srli_epi32(bits, 16), kOdd);
+    return {_mm256_blend_epi32(upper, lower, kOdd), _mm256_blend_epi32(lower, upper, kOdd),
+            _mm256_and_si256(of_weight, _mm256_set1_epi32(0xff))};
+  }
   static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
     __m256i const number = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_ORD_Q));
-    __m256i const sum = _mm256_add_epi32(_mm256_castps_si256(x.v), _mm256_srli_epi32(noise, 24));
-    __m256i const tie = _mm256_cmpeq_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0x1ff00)),
-                                           _mm256_set1_epi32(0x18000));
-    __m256i const up_or_down = _mm256_and_si256(_mm256_srli_epi32(noise, 15), _mm256_set1_epi32(0x200));
+    __m256i const sum = _mm256_add_epi32(_mm256_castps_si256(x.v), noise);
+    __m256i const tie = _mm256_cmpeq_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xff00)), _mm256_set1_epi32(0x8000));
+    __m256i const up_or_down = _mm256_slli_epi32(_mm256_and_si256(noise, _mm256_set1_epi32(2)), 8);
     __m256i const neighbour = _mm256_sub_epi32(up_or_down, _mm256_set1_epi32(0x100));
     __m256i const bits = _mm256_add_epi32(sum, _mm256_and_si256(tie, neighbour));
     __m256i const low = _mm256_and_si256(number, _mm256_and_si256(_mm256_srli_epi32(bits, 8), _mm256_set1_epi32(0xff)));
@@ -95,42 +112,24 @@ struct Lanes {
     put(rounded, i, _mm256_blendv_epi8(_mm256_set1_epi32(0x7fc0), near, number));
     put_bytes(remainder, i, low);
   }
-  // Exchanges the halves of each element's noise.
-  static AMP_HD Noise turned(Noise noise) {
-    return _mm256_or_si256(_mm256_slli_epi32(noise, 16), _mm256_srli_epi32(noise, 16));
-  }
   template <class Code>
   static AMP_HD Lanes load_code(void const* codes, int64_t i, float scale) {
-    __m256i const code = bytes(codes, i);
-    __m256i const magnitude = Code::kSigned ? _mm256_and_si256(code, _mm256_set1_epi32(Code::kTop)) : code;
-    __m256i const y = _mm256_add_epi32(_mm256_slli_epi32(magnitude, kDropped), _mm256_set1_epi32(Code::kOffset));
-    __m256 const offset = _mm256_set1_ps(float_of(Code::kOffset) * scale);
-    __m256 const x = _mm256_fmsub_ps(_mm256_castsi256_ps(y), _mm256_set1_ps(scale), offset);
-    if constexpr (!Code::kSigned) {
-      return _mm256_max_ps(x, _mm256_set1_ps(float_of(Code::kLeast) * scale));
+    __m128i const code = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(static_cast<uint8_t const*>(codes) + i));
+    __m256 const power = _mm256_set1_ps(scale);
+    if constexpr (!Code::kOfRoot) {
+      return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code)), power);
     }
-    __m256i const sign = _mm256_slli_epi32(code, 24), bits = _mm256_castps_si256(x);
-    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(sign, _mm256_set1_epi32(INT32_MIN)), bits));
+    __m256i const some = _mm256_cvtepu8_epi32(_mm_max_epu8(code, _mm_set1_epi8(1)));
+    __m256 const root = _mm256_mul_ps(_mm256_cvtepi32_ps(some), power);
+    return _mm256_mul_ps(root, root);
   }
   template <class Code>
   static AMP_HD void store_code(void* codes, int64_t i, Lanes x, float inverse_scale, Noise noise) {
-    __m256i const bits = _mm256_castps_si256(x.v);
-    __m256 const magnitude = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
-    __m256 const offset = _mm256_set1_ps(float_of(Code::kOffset));
-    __m256i const y = _mm256_castps_si256(_mm256_fmadd_ps(magnitude, _mm256_set1_ps(inverse_scale), offset));
-    constexpr int kLeft = kDropped - 12 - Code::kNoise;
-    __m256i const chance = kLeft >= 0 ? _mm256_slli_epi32(noise, kLeft & 31) : _mm256_srli_epi32(noise, -kLeft & 31);
-    __m256i const mask = _mm256_set1_epi32(0xfff << (kDropped - 12));
-    __m256i const constant = _mm256_set1_epi32(int32_t(added_constant<Code>));
-    __m256i const added = _mm256_or_si256(_mm256_and_si256(chance, mask), constant);
-    __m256i const place = _mm256_srli_epi32(_mm256_add_epi32(y, added), kDropped);
-    __m256i const code = _mm256_min_epu32(place, _mm256_set1_epi32(Code::kTop));
-    if constexpr (Code::kSigned) {
-      __m256i const sign = _mm256_srli_epi32(bits, 24);
-      put_bytes(codes, i, _mm256_or_si256(_mm256_and_si256(sign, _mm256_set1_epi32(0x80)), code));
-    } else {
-      put_bytes(codes, i, code);
-    }
+    __m256 const one = _mm256_set1_ps(1.0f);
+    __m256 const above_one = _mm256_castsi256_ps(_mm256_or_si256(noise, _mm256_castps_si256(one)));
+    __m256 const y = _mm256_fmadd_ps(x.v, _mm256_set1_ps(inverse_scale), _mm256_sub_ps(above_one, one));
+    // A NaN becomes 0x80000000.
+    put_bytes(codes, i, _mm256_and_si256(_mm256_cvttps_epi32(_mm256_floor_ps(y)), _mm256_set1_epi32(0xff)));
   }
   template <int kShift>
   static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {

@@ -3,14 +3,15 @@
 
 #include <immintrin.h>
 
+#include "cpu/chunk_kernels.h"
 #include "math/blocks.h"
 
 namespace amp_engine::cpu::avx512 {
 
-struct Block;
+struct Tile;
 
 struct Lanes {
-  using Block = avx512::Block;  // for moments in blocks, instead of load_code and store_code
+  using Tile = avx512::Tile;  // for moments in blocks, instead of load_code and store_code
   static constexpr char const* kSet = "avx512";
   static constexpr int kWidth = 16;
   __m512 v;
@@ -86,12 +87,13 @@ struct Lanes {
     __m512i const lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return mixed(_mm512_add_epi32(lane, _mm512_set1_epi32(int32_t(uint32_t(i) + of_step))));
   }
+  static AMP_HD Noise of_weight(Noise noise) { return _mm512_srli_epi32(noise, 24); }
   static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
     __mmask16 const number = _mm512_cmp_ps_mask(x.v, x.v, _CMP_ORD_Q);
-    __m512i const sum = _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_srli_epi32(noise, 24));
-    __mmask16 const tie = _mm512_cmpeq_epi32_mask(_mm512_and_si512(sum, _mm512_set1_epi32(0x1ff00)),
-                                                  _mm512_set1_epi32(0x18000));
-    __m512i const up_or_down = _mm512_and_si512(_mm512_srli_epi32(noise, 15), _mm512_set1_epi32(0x200));
+    __m512i const sum = _mm512_add_epi32(_mm512_castps_si512(x.v), noise);
+    __mmask16 const tie = _mm512_cmpeq_epi32_mask(_mm512_and_si512(sum, _mm512_set1_epi32(0xff00)),
+                                                  _mm512_set1_epi32(0x8000));
+    __m512i const up_or_down = _mm512_slli_epi32(_mm512_and_si512(noise, _mm512_set1_epi32(2)), 8);
     __m512i const neighbour = _mm512_sub_epi32(up_or_down, _mm512_set1_epi32(0x100));
     __m512i const bits = _mm512_mask_add_epi32(sum, tie, sum, neighbour);
     __m512i const low = _mm512_maskz_and_epi32(number, _mm512_srli_epi32(bits, 8), _mm512_set1_epi32(0xff));
@@ -161,164 +163,216 @@ AMP_HD Lanes operator/(Lanes a, Lanes b) { return _mm512_div_ps(a.v, b.v); }
 AMP_HD Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
 AMP_HD Lanes sqrt(Lanes a) { return _mm512_sqrt_ps(a.v); }
 
-// The 32 elements of a block of math/blocks.h. In this order two elements of 16 bits are the halves of a lane, and
-// arithmetic on their bits is done on both at once.
-struct Block {
-  Lanes even, odd;
+// For each exponent of a block: its scale over 2^16, and its inverse scale.
+struct Powers {
+  float scale[256] = {}, inverse_scale[256] = {};
 
-  Block() = default;
-  AMP_HD Block(Lanes even, Lanes odd) : even(even), odd(odd) {}
-  AMP_HD Block(float x) : even(x), odd(x) {}
+  constexpr Powers() {
+    for (uint32_t exponent = 17; exponent < 255; ++exponent) {
+      scale[exponent] = __builtin_bit_cast(float, (exponent - 16) << 23);
+      inverse_scale[exponent] = __builtin_bit_cast(float, (254 - exponent) << 23);
+    }
+    scale[255] = __builtin_inff();
+  }
+};
+constexpr Powers kPowers;
 
+struct Constants {
+  uint32_t one = 0x3f800000, noise = kNoise, byte = 0xff;
+  uint32_t ones = 0x10001, twos = 0x20002, below_tie = 0x7f007f, tie = 0x800080, magnitudes = 0x7fff7fff;
+};
+constexpr Constants kConstants;
+
+AMP_HD __m512i constant(uint32_t Constants::*which) { return _mm512_set1_epi32(int32_t(reread(kConstants).*which)); }
+
+// Two blocks of math/blocks.h: the even and the odd elements of the first, then of the second. In this order two
+// elements of 16 bits are the halves of a lane, and arithmetic on their bits is done on both at once.
+struct Tile {
+  static constexpr int kElements = 2 * kBlock;
+  Lanes at[4];
+
+  Tile() = default;
+  AMP_HD Tile(Lanes a, Lanes b, Lanes c, Lanes d) : at{a, b, c, d} {}
+  AMP_HD Tile(float x) : at{x, x, x, x} {}
+
+  static AMP_HD Tile load(Type type, void const* data, int64_t i) {
+    if (type == Type::bfloat16) {
+      auto const* const words = static_cast<uint16_t const*>(data) + i;
+      __m512i const first = _mm512_loadu_si512(words), second = _mm512_loadu_si512(words + kBlock);
+      return {even(first), odd(first), even(second), odd(second)};
+    }
+    return of(Lanes::load(type, data, i), Lanes::load(type, data, i + 16), Lanes::load(type, data, i + 32),
+              Lanes::load(type, data, i + 48));
+  }
   // From the order of memory, and back.
-  static AMP_HD Block of(Lanes lower, Lanes upper) {
+  static AMP_HD Tile of(Lanes a, Lanes b, Lanes c, Lanes d) {
     __m512i const evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     __m512i const odds = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    return {_mm512_permutex2var_ps(lower.v, evens, upper.v), _mm512_permutex2var_ps(lower.v, odds, upper.v)};
+    return {_mm512_permutex2var_ps(a.v, evens, b.v), _mm512_permutex2var_ps(a.v, odds, b.v),
+            _mm512_permutex2var_ps(c.v, evens, d.v), _mm512_permutex2var_ps(c.v, odds, d.v)};
   }
-  AMP_HD Lanes lower() const {
-    __m512i const order = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutex2var_ps(even.v, order, odd.v);
-  }
-  AMP_HD Lanes upper() const {
-    __m512i const order = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
-    return _mm512_permutex2var_ps(even.v, order, odd.v);
+  AMP_HD Tile in_order() const {
+    __m512i const lower = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i const upper = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+    return {_mm512_permutex2var_ps(at[0].v, lower, at[1].v), _mm512_permutex2var_ps(at[0].v, upper, at[1].v),
+            _mm512_permutex2var_ps(at[2].v, lower, at[3].v), _mm512_permutex2var_ps(at[2].v, upper, at[3].v)};
   }
 
-  static AMP_HD Block load(Type type, void const* data, int64_t i) {
-    if (type == Type::bfloat16) {
-      __m512i const bits = _mm512_loadu_si512(static_cast<uint16_t const*>(data) + i);
-      return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)),
-              _mm512_castsi512_ps(_mm512_maskz_mov_epi16(kOdd, bits))};
+  // No remainder is 0x80 (math/halves.h).
+  static AMP_HD Tile load_split24(void const* rounded, void const* remainder, int64_t i) {
+    Tile x;
+    for (int b = 0; b < 2; ++b) {
+      __m512i const high = _mm512_loadu_si512(static_cast<uint16_t const*>(rounded) + i + b * kBlock);
+      __mmask32 const zero = _mm512_testn_epi16_mask(high, constant(&Constants::magnitudes));
+      __m512i const rest = _mm512_cvtepi8_epi16(bytes(remainder, i + b * kBlock));
+      __m512i const low = _mm512_mask_max_epi16(rest, zero, rest, _mm512_setzero_si512());
+      __m512i const of_even = _mm512_srai_epi32(bits(even(low)), 8), of_odd = _mm512_srai_epi32(bits(odd(low)), 8);
+      x.at[2 * b] = _mm512_castsi512_ps(_mm512_add_epi32(bits(even(high)), of_even));
+      x.at[2 * b + 1] = _mm512_castsi512_ps(_mm512_add_epi32(bits(odd(high)), of_odd));
     }
-    return of(Lanes::load(type, data, i), Lanes::load(type, data, i + Lanes::kWidth));
-  }
-  static AMP_HD Block load_split24(void const* rounded, void const* remainder, int64_t i) {
-    __m512i const high = _mm512_loadu_si512(static_cast<uint16_t const*>(rounded) + i);
-    __m512i const low = _mm512_cvtepu8_epi16(bytes(remainder, i));
-    __mmask32 const up = _mm512_cmpgt_epu16_mask(low, words(0x80));
-    __mmask32 const zero = _mm512_mask_testn_epi16_mask(up, high, words(0x7fff));
-    __m512i const kept = _mm512_slli_epi16(_mm512_mask_mov_epi16(low, zero, _mm512_setzero_si512()), 8);
-    __m512i const down = _mm512_mask_sub_epi16(high, _kandn_mask32(zero, up), high, words(1));
-    return {_mm512_castsi512_ps(_mm512_mask_blend_epi16(kOdd, kept, _mm512_slli_epi32(down, 16))),
-            _mm512_castsi512_ps(_mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(kept, 16), down))};
+    return x;
   }
 
-  struct Noise {
-    __m512i even, odd;
+  // The 32 bits that each two elements of a block share.
+  struct Pairs {
+    __m512i of[2];
   };
-  static AMP_HD Noise noise(int64_t i, uint32_t of_step) {
-    __m512i const order = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
-    __m512i const first = _mm512_set1_epi32(int32_t(uint32_t(i) / 2 + of_step));
-    __m512i const noise = Lanes::mixed(_mm512_add_epi32(order, first)), turned = _mm512_rol_epi32(noise, 16);
-    return {_mm512_inserti64x4(noise, _mm512_castsi512_si256(turned), 1), _mm512_shuffle_i64x2(noise, turned, 0xee)};
+  static AMP_HD __m512i hash(uint32_t of_step) {
+    __m512i const pair = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return Lanes::mixed(_mm512_add_epi32(pair, _mm512_set1_epi32(int32_t(of_step))));
   }
-  AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Noise const& noise) const {
-    Noise const added = {_mm512_srli_epi32(noise.even, 24), _mm512_srli_epi32(noise.odd, 24)};
-    __m512i const sum = _mm512_add_epi32(number(even), added.even);
-    __m512i const odd_sum = _mm512_add_epi32(number(odd), added.odd);
-    __m512i const high = upper_halves(sum, odd_sum), middle = _mm512_srli_epi16(lower_halves(sum, odd_sum), 8);
-    __mmask32 const half = _mm512_cmpeq_epi16_mask(middle, words(0x80));
-    __mmask32 const tie = _mm512_mask_test_epi16_mask(half, high, words(1));
-    // The lowest bit of the noise selects the neighbour.
-    __m512i const neighbours = _mm512_set1_epi32(0x0081007f);
-    __m512i const low = _mm512_mask_permutexvar_epi16(middle, tie, lower_halves(added.even, added.odd), neighbours);
-    __mmask32 const up = _mm512_cmpgt_epu16_mask(low, words(0x80));
-    _mm512_storeu_si512(static_cast<uint16_t*>(rounded) + i, _mm512_mask_add_epi16(high, up, high, words(1)));
-    put(remainder, i, _mm512_cvtepi16_epi8(low));
+  static AMP_HD Pairs pairs(int64_t i, __m512i hash) {
+    uint32_t const block = uint32_t(uint64_t(i) / kBlock);
+    uint32_t const added[2] = {amp_engine::mixed(block), amp_engine::mixed(block + 1)};
+    return {{_mm512_add_epi32(hash, _mm512_set1_epi32(int32_t(reread(added)[0]))),
+             _mm512_add_epi32(hash, _mm512_set1_epi32(int32_t(reread(added)[1])))}};
   }
 
-  template <class Code>
-  static AMP_HD Block load_codes(void const* codes, int64_t i, float scale) {
-    __m256i const narrow = bytes(codes, i);
-    __m512i const wide = Code::kSigned ? _mm512_cvtepi8_epi16(narrow) : _mm512_cvtepu8_epi16(narrow);
-    __m512i const moved = _mm512_slli_epi16(wide, kDropped - 16);
-    return {decoded<Code>(_mm512_slli_epi32(moved, 16), scale), decoded<Code>(moved, scale)};
-  }
-  template <class Code>
-  AMP_HD void store_codes(void* codes, int64_t i, float inverse_scale, Noise const& noise) const {
-    __m512i const sums = upper_halves(encoded<Code>(even, inverse_scale, noise.even),
-                                      encoded<Code>(odd, inverse_scale, noise.odd));
-    __m512i const places = _mm512_srli_epi16(sums, kDropped - 16);
-    if constexpr (!Code::kSigned) {
-      put(codes, i, _mm512_cvtusepi16_epi8(places));  // saturates at kTop
-      return;
+  // The noise of codes as floats in [0, 1). `upper`: of even elements' first moments and odd elements' second moments.
+  struct Noise {
+    __m512 upper[2], lower[2];
+
+    AMP_HD explicit Noise(Pairs const& pairs) {
+      __m512i const fraction = constant(&Constants::noise), one = constant(&Constants::one);
+      for (int b = 0; b < 2; ++b) {
+        __m512i const high = _mm512_ternarylogic_epi32(_mm512_srli_epi32(pairs.of[b], 9), fraction, one, 0xea);
+        __m512i const low = _mm512_ternarylogic_epi32(_mm512_slli_epi32(pairs.of[b], 7), fraction, one, 0xea);
+        upper[b] = _mm512_sub_ps(_mm512_castsi512_ps(high), _mm512_castsi512_ps(one));
+        lower[b] = _mm512_sub_ps(_mm512_castsi512_ps(low), _mm512_castsi512_ps(one));
+      }
     }
-    __m512i const sign = _mm512_srli_epi16(upper_halves(bits(even), bits(odd)), 8);
-    __m512i const code = _mm512_min_epu16(places, words(Code::kTop));
-    put(codes, i, _mm512_cvtepi16_epi8(_mm512_ternarylogic_epi32(sign, words(0x80), code, 0xea)));
+  };
+
+  // Of numbers, not of NaN.
+  AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Pairs const& pairs) const {
+    __m512i const byte = constant(&Constants::byte), ones = constant(&Constants::ones), tie = constant(&Constants::tie);
+    __m512i low[2];
+    for (int b = 0; b < 2; ++b) {
+      __m512i const of_even = _mm512_and_si512(pairs.of[b], byte);
+      __m512i const of_odd = _mm512_and_si512(_mm512_srli_epi32(pairs.of[b], 16), byte);
+      __m512i const sum = _mm512_add_epi32(bits(at[2 * b]), of_even);
+      __m512i const odd_sum = _mm512_add_epi32(bits(at[2 * b + 1]), of_odd);
+      __m512i const high = halves(_mm512_srli_epi32(sum, 16), odd_sum);
+      __m512i const middle = _mm512_srli_epi16(halves(sum, _mm512_slli_epi32(odd_sum, 16)), 8);
+      __m512i const up_or_down = _mm512_and_si512(pairs.of[b], constant(&Constants::twos));
+      low[b] = _mm512_mask_add_epi16(middle, _mm512_cmpeq_epi16_mask(middle, tie), up_or_down,
+                                     constant(&Constants::below_tie));
+      __mmask32 const up = _mm512_cmpgt_epu16_mask(low[b], tie);
+      _mm512_storeu_si512(static_cast<uint16_t*>(rounded) + i + b * kBlock,
+                          _mm512_mask_add_epi16(high, up, high, ones));
+    }
+    put(remainder, i, _mm512_packus_epi16(low[0], low[1]));
+  }
+  AMP_HD bool has_nan() const {
+    return _mm512_cmp_ps_mask(at[0].v, at[1].v, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(at[2].v, at[3].v, _CMP_UNORD_Q);
   }
 
-  // The largest bits of |x| for two moments. The second one is not negative, but a NaN may have a sign.
-  static AMP_HD void largest(Block const& x, Block const& y, uint32_t& of_x, uint32_t& of_y) {
-    __m512i const first = _mm512_max_epu32(absolute(x.even), absolute(x.odd));
-    __m512i const second = _mm512_max_epu32(bits(y.even), bits(y.odd));
-    __m512i const pairs = _mm512_max_epu32(_mm512_unpacklo_epi32(first, second), _mm512_unpackhi_epi32(first, second));
-    __m256i const eight = _mm256_max_epu32(_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64(pairs, 1));
-    __m128i const four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    uint64_t const both = uint64_t(_mm_cvtsi128_si64(_mm_max_epu32(four, _mm_unpackhi_epi64(four, four))));
-    of_x = uint32_t(both);
-    of_y = uint32_t(both >> 32) & 0x7fffffffu;
+  // `exponents`: of both blocks.
+  template <class Code>
+  static AMP_HD Tile load_codes(void const* codes, int64_t i, uint8_t const* exponents) {
+    Tile x;
+    for (int b = 0; b < 2; ++b) {
+      __m256i const narrow = bytes(codes, i + b * kBlock);
+      __m512i const wide = Code::kOfRoot
+                               ? _mm512_cvtepu8_epi16(_mm256_max_epu8(narrow, _mm256_set1_epi8(1)))
+                               : _mm512_cvtepi8_epi16(narrow);
+      __m512 const scale = _mm512_set1_ps(kPowers.scale[exponents[b]]);
+      x.at[2 * b] = _mm512_mul_ps(_mm512_cvtepi32_ps(bits(even(wide))), scale);
+      x.at[2 * b + 1] = _mm512_mul_ps(_mm512_cvtepi32_ps(bits(odd(wide))), scale);
+    }
+    return x;
+  }
+  template <class Code>
+  AMP_HD void store_codes(void* codes, int64_t i, uint8_t const* exponents, Noise const& noise) const {
+    __m512 const(&of_evens)[2] = Code::kOfRoot ? noise.lower : noise.upper;
+    __m512 const(&of_odds)[2] = Code::kOfRoot ? noise.upper : noise.lower;
+    __m512i code[2];
+    for (int b = 0; b < 2; ++b) {
+      __m512 const scale = _mm512_set1_ps(kPowers.inverse_scale[exponents[b]]);
+      __m512i const of_even = floor(_mm512_fmadd_ps(at[2 * b].v, scale, of_evens[b]));
+      __m512i const of_odd = floor(_mm512_fmadd_ps(at[2 * b + 1].v, scale, of_odds[b]));
+      code[b] = halves(of_even, _mm512_slli_epi32(of_odd, 16));
+    }
+    put(codes, i, Code::kOfRoot ? _mm512_packus_epi16(code[0], code[1]) : _mm512_packs_epi16(code[0], code[1]));
+  }
+
+  // The largest magnitudes of both blocks of two tiles. A NaN may be ignored.
+  struct Four {
+    uint32_t at[4];
+  };
+  static AMP_HD Four largest(Tile const& x, Tile const& y) {
+    __m512 const of_x = of_lanes(larger(x.at[0], x.at[1]), larger(x.at[2], x.at[3]));
+    __m512 const of_y = of_lanes(larger(y.at[0], y.at[1]), larger(y.at[2], y.at[3]));
+    __m512 const four = _mm512_max_ps(_mm512_shuffle_ps(of_x, of_y, 0x44), _mm512_shuffle_ps(of_x, of_y, 0xee));
+    __m256 const half = _mm256_max_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+    Four found;
+    __m128 const last = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    _mm_storeu_ps(reinterpret_cast<float*>(found.at), last);
+    return found;
   }
 
  private:
   static constexpr __mmask32 kOdd = 0xaaaaaaaau;
 
-  static AMP_HD __m512i words(int x) { return _mm512_set1_epi32(x | x << 16); }
   static AMP_HD __m512i bits(Lanes x) { return _mm512_castps_si512(x.v); }
-  static AMP_HD __m512i absolute(Lanes x) { return _mm512_and_si512(bits(x), _mm512_set1_epi32(0x7fffffff)); }
-  // The halves of lanes as 32 elements of 16 bits.
-  static AMP_HD __m512i upper_halves(__m512i even, __m512i odd) {
-    return _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(even, 16), odd);
+  // Elements of 16 bits as the upper halves of lanes, and back from the lower halves of one and the upper of the other.
+  static AMP_HD Lanes even(__m512i elements) { return _mm512_castsi512_ps(_mm512_slli_epi32(elements, 16)); }
+  static AMP_HD Lanes odd(__m512i elements) { return _mm512_castsi512_ps(_mm512_maskz_mov_epi16(kOdd, elements)); }
+  static AMP_HD __m512i halves(__m512i even, __m512i odd) { return _mm512_mask_blend_epi16(kOdd, even, odd); }
+  static AMP_HD __m512i floor(__m512 x) {
+    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   }
-  static AMP_HD __m512i lower_halves(__m512i even, __m512i odd) {
-    return _mm512_mask_blend_epi16(kOdd, even, _mm512_slli_epi32(odd, 16));
+  static AMP_HD __m512 larger(Lanes a, Lanes b) { return _mm512_range_ps(a.v, b.v, 0x0b); }  // of |a| and |b|
+  // Those of a and b, by turns.
+  static AMP_HD __m512 of_lanes(__m512 a, __m512 b) {
+    return _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   }
   static AMP_HD __m256i bytes(void const* data, int64_t i) {
     return _mm256_loadu_si256(reinterpret_cast<__m256i const*>(static_cast<uint8_t const*>(data) + i));
   }
-  static AMP_HD void put(void* data, int64_t i, __m256i bytes) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint8_t*>(data) + i), bytes);
-  }
-  // The bits of x, for NaN those of the NaN that `split24` gives.
-  static AMP_HD __m512i number(Lanes x) {
-    __mmask16 const nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
-    return _mm512_mask_mov_epi32(bits(x), nan, _mm512_set1_epi32(0x7fc00000));
-  }
-  // `moved`: a code's magnitude from bit kDropped on, and its sign in the highest bit.
-  template <class Code>
-  static AMP_HD Lanes decoded(__m512i moved, float scale) {
-    __m512i const magnitude = _mm512_set1_epi32(Code::kTop << kDropped), offset = _mm512_set1_epi32(Code::kOffset);
-    __m512 const y = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(moved, magnitude, offset, 0xea));
-    __m512 const power = _mm512_set1_ps(scale);
-    __m512 const x = _mm512_fmsub_ps(y, power, _mm512_mul_ps(_mm512_castsi512_ps(offset), power));
-    if constexpr (!Code::kSigned) {
-      return _mm512_max_ps(x, _mm512_mul_ps(_mm512_set1_ps(float_of(Code::kLeast)), power));
-    }
-    __m512i const sign = _mm512_set1_epi32(0x7fffffff);
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(moved, sign, bits(x), 0xba));
-  }
-  // A code from bit kDropped on.
-  template <class Code>
-  static AMP_HD __m512i encoded(Lanes x, float inverse_scale, __m512i noise) {
-    __m512 const magnitude = Code::kSigned ? _mm512_castsi512_ps(absolute(x)) : x.v;
-    __m512 const offset = _mm512_castsi512_ps(_mm512_set1_epi32(Code::kOffset));
-    __m512i const y = _mm512_castps_si512(_mm512_fmadd_ps(magnitude, _mm512_set1_ps(inverse_scale), offset));
-    constexpr int kLeft = kDropped - 12 - Code::kNoise;
-    __m512i const chance = kLeft >= 0 ? _mm512_slli_epi32(noise, kLeft & 31) : _mm512_srli_epi32(noise, -kLeft & 31);
-    __m512i const mask = _mm512_set1_epi32(0xfff << (kDropped - 12));
-    __m512i const constant = _mm512_set1_epi32(int32_t(added_constant<Code>));
-    return _mm512_add_epi32(y, _mm512_ternarylogic_epi32(chance, mask, constant, 0xea));
+  // 64 bytes, which a pack of two vectors left in the order of its lanes of 128 bits.
+  static AMP_HD void put(void* data, int64_t i, __m512i packed) {
+    __m512i const order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+    _mm512_storeu_si512(static_cast<uint8_t*>(data) + i, _mm512_permutexvar_epi64(order, packed));
   }
 };
 
-AMP_HD Block operator+(Block const& a, Block const& b) { return {a.even + b.even, a.odd + b.odd}; }
-AMP_HD Block operator-(Block const& a, Block const& b) { return {a.even - b.even, a.odd - b.odd}; }
-AMP_HD Block operator*(Block const& a, Block const& b) { return {a.even * b.even, a.odd * b.odd}; }
-AMP_HD Block operator/(Block const& a, Block const& b) { return {a.even / b.even, a.odd / b.odd}; }
-AMP_HD Block fma(Block const& a, Block const& b, Block const& c) {
-  return {fma(a.even, b.even, c.even), fma(a.odd, b.odd, c.odd)};
+AMP_HD Tile operator+(Tile const& a, Tile const& b) {
+  return {a.at[0] + b.at[0], a.at[1] + b.at[1], a.at[2] + b.at[2], a.at[3] + b.at[3]};
 }
-AMP_HD Block sqrt(Block const& a) { return {sqrt(a.even), sqrt(a.odd)}; }
+AMP_HD Tile operator-(Tile const& a, Tile const& b) {
+  return {a.at[0] - b.at[0], a.at[1] - b.at[1], a.at[2] - b.at[2], a.at[3] - b.at[3]};
+}
+AMP_HD Tile operator*(Tile const& a, Tile const& b) {
+  return {a.at[0] * b.at[0], a.at[1] * b.at[1], a.at[2] * b.at[2], a.at[3] * b.at[3]};
+}
+AMP_HD Tile operator/(Tile const& a, Tile const& b) {
+  return {a.at[0] / b.at[0], a.at[1] / b.at[1], a.at[2] / b.at[2], a.at[3] / b.at[3]};
+}
+AMP_HD Tile fma(Tile const& a, Tile const& b, Tile const& c) {
+  return {fma(a.at[0], b.at[0], c.at[0]), fma(a.at[1], b.at[1], c.at[1]), fma(a.at[2], b.at[2], c.at[2]),
+          fma(a.at[3], b.at[3], c.at[3])};
+}
+AMP_HD Tile sqrt(Tile const& a) { return {sqrt(a.at[0]), sqrt(a.at[1]), sqrt(a.at[2]), sqrt(a.at[3])}; }
 
 }  // namespace amp_engine::cpu::avx512

@@ -45,17 +45,21 @@ struct Lanes {
 
   using Noise = uint32_t;
   static AMP_HD Noise noise(int64_t i, uint32_t of_step) { return noise_at(i, of_step); }
+  static AMP_HD Noise of_weight(Noise noise) { return noise >> 24; }
   template <int kShift>
   static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {
     static_cast<uint16_t*>(data)[i] = bf16_by_chance(x.v, noise >> kShift & 0xffffu);
   }
 
   static AMP_HD void store_split24(void* rounded, void* remainder, int64_t i, Lanes x, Noise noise) {
-    Halves const halves = split24(x.v, noise >> 24);
+    Halves const halves = split24(x.v, noise);
     static_cast<uint16_t*>(rounded)[i] = halves.rounded;
     static_cast<uint8_t*>(remainder)[i] = uint8_t(halves.remainder);
   }
-  static AMP_HD Noise turned(Noise noise) { return noise >> 16 | noise << 16; }
+  using BlockNoise = amp_engine::BlockNoise;
+  static AMP_HD BlockNoise noise_in_block(int64_t block, int first, uint32_t of_step) {
+    return amp_engine::noise_in_block(block, first, of_step);
+  }
   template <class Code>
   static AMP_HD Lanes load_code(void const* codes, int64_t i, float scale) {
     return decoded<Code>(static_cast<uint8_t const*>(codes)[i], scale);

@@ -207,10 +207,22 @@ AMP_DEVICE auto load_moment(Blocks const& blocks, int first, int n) {
   return x;
 }
 
+// Of element k of a share whose first position, a multiple of kStride, is in `block`.
+template <class Map>
+AMP_DEVICE BlockNoise noise_of(uint32_t block, int k, uint32_t of_step) {
+  int const position = Map::position(k);
+  return noise_in_block(block + uint32_t(position / kBlock), position % kBlock, of_step);
+}
+
 template <class Map, class Code>
-AMP_DEVICE void store_moment(Blocks const& blocks, int64_t begin, int first, int n, typename Map::Floats const& x,
+AMP_DEVICE void store_moment(Blocks const& blocks, int64_t begin, int first, int n, typename Map::Floats x,
                              uint32_t of_step) {
+  uint32_t const block = uint32_t((begin + first) / kBlock);
   typename Map::Raw codes = {};
+#pragma unroll
+  for (int k = 0; k < Map::kShare; ++k) {
+    x.at[k] = Code::kOfRoot ? sqrt(x.at[k]) : x.at[k];
+  }
 #pragma unroll
   for (int k = 0; k < Map::kShare; k += Map::kInBlock) {
     uint32_t largest = 0;
@@ -230,8 +242,8 @@ AMP_DEVICE void store_moment(Blocks const& blocks, int64_t begin, int first, int
     store_1_if(is_first && first + Map::position(k) < n, blocks.exponent<Map>(first, k), exponent);
 #pragma unroll
     for (int j = k; j < k + Map::kInBlock; ++j) {
-      uint32_t const noise = noise_in_block(begin + first + Map::position(j), of_step);
-      Map::set_byte(codes, j, encoded<Code>(x.at[j], inverse_scale, noise));
+      BlockNoise const noise = noise_of<Map>(block, j, of_step);
+      Map::set_byte(codes, j, encoded<Code>(x.at[j], inverse_scale, Code::kOfRoot ? noise.second : noise.first));
     }
   }
   Map::store_bytes(blocks.codes, first, n, codes);
@@ -262,7 +274,7 @@ AMP_DEVICE void update_narrow_share(Lists const& lists, Blocks const& blocks1, B
       s1 = load_moment<Map, SignedCode>(blocks1, first, n);
     }
     if constexpr (Update::kState2) {
-      s2 = load_moment<Map, UnsignedCode>(blocks2, first, n);
+      s2 = load_moment<Map, RootCode>(blocks2, first, n);
     }
   } else {
     if (has_state1) {
@@ -281,7 +293,7 @@ AMP_DEVICE void update_narrow_share(Lists const& lists, Blocks const& blocks1, B
       store_moment<Map, SignedCode>(blocks1, begin, first, n, s1, of_step);
     }
     if constexpr (Update::kState2) {
-      store_moment<Map, UnsignedCode>(blocks2, begin, first, n, s2, of_step);
+      store_moment<Map, RootCode>(blocks2, begin, first, n, s2, of_step);
     }
   } else if (kNarrowState<Update> && state_type != Type::float32) {
     store_by_chance<Map, Update>(lists, begin, first, n, s1, s2, of_step);
@@ -297,8 +309,9 @@ AMP_DEVICE void update_narrow_share(Lists const& lists, Blocks const& blocks1, B
     Raw high = {}, low = {};
 #pragma unroll
     for (int k = 0; k < Map::kShare; ++k) {
-      int64_t const i = begin + first + Map::position(k);
-      Halves const halves = split24(w.at[k], (in_blocks ? noise_in_block(i, of_step) : noise_at(i, of_step)) >> 24);
+      uint32_t const noise = in_blocks ? noise_of<Map>(uint32_t((begin + first) / kBlock), k, of_step).of_weight
+                                       : noise_at(begin + first + Map::position(k), of_step) >> 24;
+      Halves const halves = split24(w.at[k], noise);
       high.word[k / 2] |= uint32_t(halves.rounded) << k % 2 * 16;
       Map::set_byte(low, k, halves.remainder);
     }

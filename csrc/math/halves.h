@@ -36,14 +36,15 @@ AMP_HD float joined(Halves const& halves) {
 
 // A float32 rounded by chance to 24 bits, as the bfloat16 that these round to and the next 8 bits, which are the upper
 // half of a remainder: `joined` with `remainder << 8` restores the 24 bits. To nearest, an update below 2^-17 of the
-// weight would be lost. A tie below an even bfloat16 becomes one of its neighbours, by chance too. `noise`: 8 bits.
+// weight would be lost. A tie between two bfloat16 becomes one of its neighbours, by chance too, so that no remainder
+// is 0x80. `noise`: 8 bits.
 AMP_HD Halves split24(float x, uint32_t noise) {
   uint32_t bits = bits_of(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
     return {0x7fc0u, 0};
   }
   bits += noise;
-  bits += (bits & 0x1ff00u) != 0x18000u ? 0u : noise & 1u ? 0x100u : 0u - 0x100u;
+  bits += (bits & 0xff00u) != 0x8000u ? 0u : noise & 2u ? 0x100u : 0u - 0x100u;
   uint32_t const remainder = bits >> 8 & 0xffu;
   return {uint16_t((bits >> 16) + (remainder > 0x80u)), uint16_t(remainder)};
 }

@@ -159,17 +159,20 @@ def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     return bits & 0xFFFF, bits >> 16
 
 
-def noise_in_blocks(step: Tensor, n: int) -> Tensor:
-    """32 pseudorandom bits for each of n elements in memory order, 12 a moment and 8 for the weight: int64."""
+def noise_in_blocks(step: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each of n elements in memory order: numbers in [0, 1) for both moments, 8 bits for the weight as int32."""
     places = torch.arange(n)
-    bits = _mixed((places // 32 * 16 + places % 16 + _mixed(step.long())) & 0xFFFFFFFF)
-    return torch.where(places % 32 < 16, bits, bits >> 16 | (bits & 0xFFFF) << 16)
+    bits = _mixed((places % 32 // 2 + _mixed(step.long())) & 0xFFFFFFFF) + _mixed(places // 32) & 0xFFFFFFFF
+    upper, lower = (bits >> 16) / 2.0**16, (bits & 0xFFFF) / 2.0**16
+    is_odd = places % 2 == 1
+    of_weight = torch.where(is_odd, bits >> 16, bits) & 0xFF
+    return torch.where(is_odd, lower, upper), torch.where(is_odd, upper, lower), of_weight.int()
 
 
 def split24(value_f32: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to a bfloat16 and 8 bits by 8 bits of `noise`; a tie below an even bfloat16 becomes a neighbour."""
+    """Round to a bfloat16 and 8 bits by 8 bits of `noise`; a tie becomes a neighbour."""
     bits = value_f32.view(torch.int32) + noise
-    bits = bits + ((bits & 0x1FF00) == 0x18000).int() * ((noise & 1) * 0x200 - 0x100)
+    bits = bits + ((bits & 0xFF00) == 0x8000).int() * ((noise & 2) * 0x100 - 0x100)
     low = torch.where(value_f32.isnan(), 0, bits >> 8 & 0xFF)
     high = torch.where(value_f32.isnan(), 0x7FC0, (bits >> 16) + (low > 0x80).int())
     return ((high + 0x8000 & 0xFFFF) - 0x8000).to(torch.int16).view(torch.bfloat16), low.to(torch.uint8)

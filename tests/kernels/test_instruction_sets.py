@@ -75,10 +75,11 @@ def outcome() -> list[Tensor]:
     results += unscaled(stream_gradients=True)
     for formula in ("adam", "sgd"):
         for masters in ("24bit", "FP32"):
-            narrow = Tensors(formula, SHAPES, masters, is_in_blocks=True)
-            for _ in range(2):
-                narrow.take()
-            results += narrow.written()
+            for special in (False, True):
+                narrow = Tensors(formula, SHAPES, masters, is_in_blocks=True, special=special)
+                for _ in range(2):
+                    narrow.take()
+                results += narrow.written()
     arena = Arena(seed=1)
     # Beyond float16's range too, and below its normal numbers.
     r = rows(arena, 1e5)

@@ -41,43 +41,39 @@ OptionalTensors const& in(TensorsOrList const& tensors) {
 }
 
 // Holds Python objects, because torch.utils.swap_tensors refuses tensors that C++ refers to for longer than a call.
-struct Params {
-  std::vector<py::object> objects;
-
+class Params {
+ public:
   explicit Params(py::iterable const& tensors) {
     for (py::handle const tensor : tensors) {
       tensor.cast<at::Tensor>();  // raises if it is not a tensor
-      objects.push_back(py::reinterpret_borrow<py::object>(tensor));
+      objects_.push_back(py::reinterpret_borrow<py::object>(tensor));
+      list_.push_back(&THPVariable_Unpack(tensor.ptr()));
     }
   }
 
   at::Tensor const& at(size_t i) const {
-    if (i >= objects.size()) {
+    if (i >= list_.size()) {
       throw py::index_error();
     }
-    return THPVariable_Unpack(objects[i].ptr());
+    return *list_[i];
   }
+  Tensors const& list() const { return list_; }
 
-  Tensors list() const {
-    Tensors result;
-    result.reserve(objects.size());
-    for (py::object const& object : objects) {
-      result.push_back(&THPVariable_Unpack(object.ptr()));
-    }
-    return result;
-  }
+ private:
+  std::vector<py::object> objects_;
+  Tensors list_;  // each in its Python object, which swap_tensors writes in place
 };
 using ParamsOrList = std::variant<Params*, std::vector<at::Tensor>>;
 
-Tensors in(ParamsOrList const& tensors) {
+// The result is valid until the end of the expression.
+Tensors const& in(ParamsOrList const& tensors, Tensors&& made = {}) {
   if (auto const* const params = std::get_if<Params*>(&tensors)) {
     return (*params)->list();
   }
-  Tensors result;
   for (at::Tensor const& t : std::get<std::vector<at::Tensor>>(tensors)) {
-    result.push_back(&t);
+    made.push_back(&t);
   }
-  return result;
+  return made;
 }
 
 // Parameters and their marks.
@@ -295,7 +291,7 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Params, std::shared_ptr<Params>>(m, "params", "Tensors whose Python list was read once.")
       .def(py::init<py::iterable const&>())
-      .def("__len__", [](Params const& self) { return self.objects.size(); });
+      .def("__len__", [](Params const& self) { return self.list().size(); });
   py::class_<ParamMarks>(m, "marks", "Some tensors as they were when each was last marked.")
       .def(py::init<py::iterable const&>())
       .def("mark", [](ParamMarks& self) { self.marks.mark(self.params.list()); })
@@ -353,6 +349,9 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "any_graph", [](ParamsOrList const& tensors) { return any_graph(in(tensors)); },
       "True if one of the gradients has a graph.");
+  m.def(
+      "any_other", [](ParamsOrList const& params) { return any_other(in(params)); },
+      "True if the kernels cannot take the gradient of one of the parameters.");
   m.def("same_objects", &same_objects, "True if two sequences have the same objects, by identity.");
   m.def("same_entries", &same_entries, "True if each dictionary has its object under each name.");
   m.def(
@@ -394,7 +393,7 @@ PYBIND11_MODULE(_C, m) {
                                    TensorList{std::move(found->gradients)},
                                    ParamGradientMarks{params, std::move(found->marks)}, found->kept);
            })
-      .def("forget_gradients", [](ListCheck& self) { self.memory.places.clear(); })
+      .def("forget_gradients", [](ListCheck& self) { self.memory.clear(); })
       .def("clip_", [](ListCheck& self, TensorsOrList const& tensors, at::Tensor const& norm, double max_norm) {
         self.run("clip_", in(tensors),
                  {.outs = &in(tensors), .checked = false, .clip_norm = norm, .max_norm = max_norm});

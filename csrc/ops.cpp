@@ -113,7 +113,7 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArgumen
       check_same_layout(y_list, x_list);
     }
   }
-  if (outs && !given.apart) {
+  if (outs) {
     Memory memory;
     memory.written({op, "outputs", *outs});
     memory.read({op, "xs", xs}, *outs);
@@ -133,24 +133,23 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArgumen
   }
 
   int64_t const n = int64_t(xs.size());
-  std::vector<int64_t> numels(n);
-  for (int64_t t = 0; t < n; ++t) {
-    ask_ahead_for_memory(xs, size_t(t));
-    numels[t] = xs[t] ? xs[t]->numel() : 0;
+  bool const writes = outs || given.memory;
+  if (int64_t(numels_.size()) != n) {
+    chunking_.reset();
   }
-  if (!chunking_ || numels != numels_) {
-    numels_ = std::move(numels);
-    chunking_ = std::make_unique<Chunking>(numels_);
-  }
-  lists_.shapes.assign(n, ListShape{});
+  numels_.resize(n);
+  lists_.shapes.resize(n);
   lists_.x.resize(n);
   lists_.y.resize(ys ? n : 0);
-  lists_.out.resize(outs ? n : 0);
+  lists_.out.resize(writes ? n : 0);
   for (int64_t t = 0; t < n; ++t) {
+    ask_ahead_for_memory(xs, size_t(t));
     ListShape& shape = lists_.shapes[t];
-    shape.numel = numels_[t];
-    shape.first_chunk = chunking_->first_chunk[t];
-    shape.n_chunks = uint32_t(chunks_of(numels_[t]));
+    int64_t const numel = xs[t] ? xs[t]->numel() : 0;
+    if (numel != numels_[t]) {
+      chunking_.reset();  // before an address is asked for, which may raise
+      numels_[t] = numel;
+    }
     Entry const x = read(xs[t]);
     shape.x = x.type;
     lists_.x[t] = x.data;
@@ -159,11 +158,19 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArgumen
       shape.y = y.type;
       lists_.y[t] = y.data;
     }
-    if (outs) {
+    if (writes) {
       void* const memory = given.memory ? (*given.memory)[t] : nullptr;
-      Entry const out = memory ? Entry{memory, Type::float32} : written((*outs)[t]);
+      Entry const out = memory ? Entry{memory, Type::float32} : written(outs ? (*outs)[t] : std::nullopt);
       shape.out = out.type;
       lists_.out[t] = out.data;
+    }
+  }
+  if (!chunking_) {
+    chunking_ = std::make_unique<Chunking>(numels_);
+    for (int64_t t = 0; t < n; ++t) {
+      lists_.shapes[t].numel = numels_[t];
+      lists_.shapes[t].first_chunk = chunking_->first_chunk[t];
+      lists_.shapes[t].n_chunks = uint32_t(chunks_of(numels_[t]));
     }
   }
 
@@ -195,7 +202,7 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, ListArgumen
     args.shapes = lists_.shapes.data();
     args.x = lists_.x.data();
     args.y = ys ? lists_.y.data() : nullptr;
-    args.out = outs ? lists_.out.data() : nullptr;
+    args.out = writes ? lists_.out.data() : nullptr;
     args.chunks = chunking_->chunks.data();
     args.partials = given.checked ? partials_in(partials_, args.n_chunks) : nullptr;
     cpu::check(args);

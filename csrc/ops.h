@@ -43,7 +43,8 @@ void update_scale(ScaleTensors const& tensors);
 // The arguments of a list operation besides its inputs `xs`.
 struct ListArguments {
   OptionalTensors const* outs = nullptr;
-  std::vector<void*> const* memory = nullptr;  // float32 memory for outputs that `outs` lacks, or null
+  // float32 memory for outputs that `outs` lacks, or null; it is apart from all other memory of the lists
+  std::vector<void*> const* memory = nullptr;
   OptionalTensors const* ys = nullptr;
   bool checked = true;
   std::optional<at::Tensor> a = std::nullopt, b = std::nullopt;
@@ -53,7 +54,6 @@ struct ListArguments {
   std::optional<at::Tensor> found_inf = std::nullopt, norm = std::nullopt, norm_scale = std::nullopt;
   ScaleTensors const* update = nullptr;
   bool known = false;  // true: the lists need no check of lengths, types, devices and layouts
-  bool apart = false;  // true: no output shares memory with another tensor of the lists
   bool streamed = false;  // true: a CPU writes outputs that are no inputs past its caches
 };
 

@@ -38,6 +38,8 @@ bool has_memory(at::Tensor const& t) {
 // DistributedDataParallel do: an allocation for each takes longer than all else that an exit does with them.
 class Slabs {
  public:
+  static bool is_small(at::Tensor const& half) { return bytes_of(half) <= kSmall; }
+
   // Counts a tensor that `place` will be called with.
   void expect(at::Tensor const& half) { expected_ += is_small(half) ? bytes_of(half) : 0; }
 
@@ -67,8 +69,6 @@ class Slabs {
   static int64_t bytes_of(at::Tensor const& half) {
     return (half.numel() * kFloat + kAlignment - 1) / kAlignment * kAlignment;
   }
-  static bool is_small(at::Tensor const& half) { return bytes_of(half) <= kSmall; }
-
   at::Tensor slab_;
   int64_t end_ = 0, expected_ = 0;  // bytes
 };
@@ -270,34 +270,35 @@ std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors
   for (size_t i = 0; kept && i < plain.size(); ++i) {
     kept = plain[i] != 0 || !own[i] || is_half(*own[i]);
   }
-  bool const writes = unscales && (!kept || plain.find('\1') != std::string::npos);
   auto const is_half_beside = [&](size_t i) { return plain[i] == 0 && own[i] && is_half(*own[i]); };
-  OptionalTensors in_place(writes ? plain.size() : 0);
+  OptionalTensors in_place;  // empty if there is none
   std::vector<Place>& places = memory.places;
-  places.resize(writes && !kept ? plain.size() : 0);
-  std::vector<void*> addresses(places.size());
+  std::vector<void*>& addresses = memory.addresses;
+  places.resize(unscales && !kept ? plain.size() : 0);
+  addresses.assign(places.size(), nullptr);
   Slabs slabs;
   bool reuses = true;
   int64_t written = 0;  // floats
-  for (size_t i = 0; i < places.size(); ++i) {
-    if (is_half_beside(i)) {
+  for (size_t i = 0; unscales && i < own.size(); ++i) {
+    if (!is_half_beside(i)) {
+      if (own[i]) {
+        in_place.resize(own.size());
+        in_place[i] = own[i];
+      }
+    } else if (!kept) {
       written += own[i]->numel();
-      if (!places[i].is_free_for(*own[i])) {
+      if (places[i].is_free_for(*own[i])) {
+        addresses[i] = places[i].data;
+      } else {
         reuses = false;
         places[i] = {};
         slabs.expect(*own[i]);
       }
     }
   }
-  bool apart = true;  // places are
-  for (size_t i = 0; i < in_place.size(); ++i) {
-    if (!is_half_beside(i)) {
-      in_place[i] = own[i];
-      apart = apart && !own[i];
-    } else if (!kept) {
-      if (!places[i].base.defined()) {
-        places[i] = slabs.place(*own[i]);
-      }
+  for (size_t i = 0; !reuses && i < places.size(); ++i) {
+    if (is_half_beside(i) && !places[i].base.defined()) {
+      places[i] = slabs.place(*own[i]);
       addresses[i] = places[i].data;
     }
   }
@@ -305,7 +306,7 @@ std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors
   bool const streamed =
       found_inf.is_cpu() && memory.streams.value_or(reuses && cpu::outgrows_caches(36 * written));
   Checks const checks = check.run("check", own,
-                                  {.outs = writes ? &in_place : nullptr,
+                                  {.outs = in_place.empty() ? nullptr : &in_place,
                                    .memory = places.empty() ? nullptr : &addresses,
                                    .a = scale,
                                    .reciprocal = true,
@@ -314,18 +315,23 @@ std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors
                                    .norm_scale = scale,
                                    .update = update,
                                    .known = true,
-                                   .apart = apart,
                                    .streamed = streamed});
-  GradientMarks marks;
+  c10::Storage end;
+  GradientMarks marks(own.size());  // no memory is asked for below, where that of halves is freed
   for (size_t i = 0; i < own.size(); ++i) {
     ask_ahead(own, i);
     if (!places.empty() && is_half_beside(i)) {
+      bool const is_own = !Slabs::is_small(*own[i]) && own[i]->storage().nbytes() == own[i]->nbytes();
+      if (is_own && (!end || own[i]->storage().data() > end.data())) {
+        end = own[i]->storage();
+      }
       move(*params[i], *own[i], places[i]);
     }
     marks.add(own[i] ? *own[i] : at::Tensor());
   }
+  memory.end = std::move(end);
   if (!found_inf.is_cpu()) {
-    places.clear();
+    memory.clear();
   }
   return Looked{checks, std::move(found.accesses), std::move(own), std::move(marks), kept};
 }
@@ -333,6 +339,12 @@ std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors
 bool any_graph(Tensors const& tensors) {
   return any_gradient_of(tensors, [](size_t, at::Tensor const& grad) {
     return grad.defined() && grad.requires_grad() && grad.grad_fn();
+  });
+}
+
+bool any_other(Tensors const& params) {
+  return any_gradient_of(params, [&](size_t i, at::Tensor const& grad) {
+    return grad.defined() && access_of(grad, *params[i]) == Access::other;
   });
 }
 

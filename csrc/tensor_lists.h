@@ -67,7 +67,8 @@ class Marks {
 // Marks of the gradients of some parameters. They are valid as long as the gradients are alive.
 class GradientMarks {
  public:
-  GradientMarks() = default;
+  // No mark yet, and memory for those of n parameters.
+  explicit GradientMarks(size_t n) { marks_.reserve(n); }
   explicit GradientMarks(Tensors const& params);
   // Adds the mark of the next parameter's gradient, which is undefined if there is none.
   void add(at::Tensor const& grad) { marks_.push_back(GradientMark::of(grad)); }
@@ -109,13 +110,22 @@ struct Place {
   at::Tensor laid_out_as(at::Tensor const& half) const;
 };
 
-// Where `look` wrote float32 gradients. On a CPU it writes there again when nothing refers to them any more. A GPU's
-// allocator keeps such memory; glibc returns it to the system, which fills each page with zeros when it is needed again:
-// an exit and a step of 50 million parameters then take 1.75 times as long.
+// Memory of gradients. A GPU's allocator keeps such memory; glibc returns it to the system, which fills each page with
+// zeros when it is needed again. On a CPU `look` therefore writes float32 gradients where the last ones were, when nothing
+// refers to these any more: an exit and a step of 50 million parameters else take 1.75 times as long. It keeps one half
+// gradient, the last in memory, until the next look: glibc returns what is free at the end of its heap, and the next
+// backward would take twice as long.
 struct GradientMemory {
   std::vector<Place> places;  // one for each parameter, or none
+  std::vector<void*> addresses;  // those of `places` that the last look wrote, or null
+  c10::Storage end;  // that half gradient, or nothing
   // True: a CPU writes past its caches. Default: true if the memory is used again, and a step does not fit into them.
   std::optional<bool> streams = std::nullopt;
+
+  void clear() {
+    places.clear();
+    end = {};
+  }
 };
 
 // Returns where each gradient is written unscaled: in new float32 memory if it is half and its byte in `plain` is 0, else
@@ -148,6 +158,9 @@ bool any_gradient(Tensors const& tensors);
 
 // True if a gradient has a graph, as after backward(create_graph=True).
 bool any_graph(Tensors const& tensors);
+
+// True if the access to a gradient is `other`.
+bool any_other(Tensors const& params);
 
 // Sets tensor.grad = None for each tensor.
 void discard_gradients(Tensors const& tensors);

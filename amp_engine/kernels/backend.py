@@ -151,6 +151,10 @@ class TensorLists(Protocol):
         """True if the gradient of any of `tensors` has a graph, as after `backward(create_graph=True)`."""
         ...
 
+    def any_other(self, params: Sequence[Tensor], /) -> bool:
+        """True if the access to the gradient of any of `params` is OTHER."""
+        ...
+
     def same_objects(self, a: Sequence[object], b: Sequence[object], /) -> bool:
         """True if two lists or tuples hold the identical objects. `==` would compare the elements of tensors."""
         ...

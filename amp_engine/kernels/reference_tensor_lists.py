@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_engine.ground.torch_private import data_address
 from amp_engine.kernels.backend import Gradients, TensorList
-from amp_engine.kernels.layout import NONE, TAKEN, access_of, devices_of, mark, version
+from amp_engine.kernels.layout import NONE, OTHER, TAKEN, access_of, devices_of, mark, version
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -117,6 +117,11 @@ def any_gradient(tensors: Sequence[Tensor]) -> bool:
 def any_graph(tensors: Sequence[Tensor]) -> bool:
     """True if the gradient of any of `tensors` has a graph."""
     return any((grad := _GRAD.__get__(t)) is not None and grad.grad_fn is not None for t in tensors)
+
+
+def any_other(params: Sequence[Tensor]) -> bool:
+    """True if the access to the gradient of any of `params` is OTHER."""
+    return OTHER in gradients(params).accesses
 
 
 def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:

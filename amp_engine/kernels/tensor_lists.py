@@ -31,6 +31,7 @@ unscaled_outputs = TENSOR_LISTS.unscaled_outputs
 replace_gradients = TENSOR_LISTS.replace_gradients
 any_gradient = TENSOR_LISTS.any_gradient
 any_graph = TENSOR_LISTS.any_graph
+any_other = TENSOR_LISTS.any_other
 same_objects = TENSOR_LISTS.same_objects
 same_entries = TENSOR_LISTS.same_entries
 discard_gradients = TENSOR_LISTS.discard_gradients

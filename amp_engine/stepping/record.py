@@ -164,7 +164,7 @@ class Record:
         self._was_delayed = False  # True if gradients were scaled at the entry
         self._has_begun = False  # True once a backward of the scaled loss has begun
         self._at_entry: tensor_lists.GradientMarks | None = None  # None if there was no gradient
-        self._at_begin: tensor_lists.GradientMarks | None = None
+        self._at_begin: tensor_lists.GradientMarks | None = None  # None if there was no gradient, or no backward
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []  # gradients that were set aside
         self._views: list[tuple[nn.Parameter, Tensor]] = []  # those that are views of a buffer of other code
         self._checks_earlier = False  # True if no check saw them
@@ -309,10 +309,10 @@ class Record:
 
     def can_look(self) -> bool:
         """True if all present gradients can be checked. Call after a scan."""
-        found = tensor_lists.gradients(self.rows.columns.handle)
-        if tensor_lists.OTHER not in found.accesses:
+        handle = self.rows.columns.handle
+        if not tensor_lists.any_other(handle):
             return True
-        both = zip(self.rows.columns.params, found.accesses, strict=True)
+        both = zip(self.rows.columns.params, tensor_lists.gradients(handle).accesses, strict=True)
         return all(how != tensor_lists.OTHER or p.grad is None or arithmetic.can_be_read(p.grad) for p, how in both)
 
     def begin(self) -> None:
@@ -322,7 +322,8 @@ class Record:
             if not self._was_delayed:
                 self.take_gradients()
                 self._set_aside(range(len(self.rows.columns.params)))
-            self._at_begin = tensor_lists.gradient_marks(self.rows.columns.handle)
+            else:
+                self._at_begin = tensor_lists.gradient_marks(self.rows.columns.handle)
 
     def _set_aside(self, rows: Sequence[int]) -> None:
         if not self.has_gradients():
@@ -365,7 +366,9 @@ class Record:
 
     def has_arrived(self) -> bool:
         """True if a backward has left gradients since `begin`. Call in a body."""
-        return self._at_begin is not None and self._at_begin.have_moved()
+        if not self._has_begun:
+            return False
+        return self.has_gradients() if self._at_begin is None else self._at_begin.have_moved()
 
     def has_arrived_unseen(self) -> bool:
         """True if gradients came or were written in a body without a backward of its loss. Waits for the device."""

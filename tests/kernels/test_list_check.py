@@ -135,6 +135,20 @@ def test_a_list_that_is_not_walked_is_refused():
         run(kernels.ListCheck(), tensors[:1] * 2, tensors[:1])
 
 
+@NATIVE
+def test_a_run_that_raises_leaves_no_sizes_of_the_one_before():
+    list_check, large = kernels.ListCheck(), torch.full((200_000,), math.inf)
+    run(list_check, [torch.ones(10), torch.ones(10)])
+
+    def run_inside(batched):
+        with pytest.raises((AmpValueError, RuntimeError)):  # it has no memory of its own
+            run(list_check, [large, batched])
+        return batched
+
+    torch.vmap(run_inside)(torch.ones(3, 10))
+    assert run(list_check, [large, torch.ones(10)])[1:] == (1.0, math.inf)
+
+
 def with_gradients(*grads):
     params = []
     for grad in grads:
@@ -242,6 +256,15 @@ def test_gradients_with_a_graph_are_found():
     assert kernels.tensor_lists.any_graph(kernels.tensor_lists.params(params))
 
 
+@pytest.mark.parametrize("other", [torch.ones(5).to_sparse(), torch.ones(5).double()], ids=["sparse", "float64"])
+def test_gradients_that_the_kernels_cannot_take_are_found(other):
+    params = with_gradients(torch.ones(5), None, torch.ones(5))
+    assert not kernels.tensor_lists.any_other(params)
+    params[2].grad_dtype, params[2].grad = None, other
+    assert kernels.tensor_lists.any_other(params)
+    assert kernels.tensor_lists.any_other(kernels.tensor_lists.params(params))
+
+
 @NATIVE
 @pytest.mark.parametrize("sizes", [(40_007, 65_536), (3, 5)], ids=["large", "small, in one slab"])
 def test_gradients_are_written_where_the_last_ones_were_once_nothing_refers_to_these(sizes):
@@ -300,3 +323,29 @@ def test_memory_of_gradients_is_let_go_when_it_is_forgotten():
     uses = torch._C._storage_Use_Count(storage._cdata)
     list_check.forget_gradients()
     assert torch._C._storage_Use_Count(storage._cdata) == uses - 1
+
+
+@NATIVE
+def test_the_half_gradient_that_is_last_in_memory_is_kept_until_the_next_look():
+    """Without it the heap would end there, and the system would get the memory of all of them."""
+    params = [torch.nn.Parameter(torch.zeros(65_536, dtype=torch.float16)) for _ in range(3)]
+    handle, list_check = kernels.tensor_lists.params(params), kernels.ListCheck()
+
+    def look_at() -> list[torch.UntypedStorage]:
+        for param in params:
+            param.grad_dtype, param.grad = None, torch.full_like(param, 8.0)
+        storages = sorted((param.grad.untyped_storage() for param in params), key=torch.UntypedStorage.data_ptr)
+        list_check.look(handle, bytes(3), True, False, *(torch.tensor(x) for x in (4.0, 0.0, 0.0)), None)
+        return storages
+
+    def uses(storages: list[torch.UntypedStorage]) -> list[int]:
+        return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+
+    first = look_at()
+    ours = uses(first)[0]
+    assert uses(first) == [ours, ours, ours + 1]
+    second = look_at()
+    assert uses(first) == [ours] * 3
+    assert uses(second) == [ours, ours, ours + 1]
+    list_check.forget_gradients()
+    assert uses(second) == [ours] * 3

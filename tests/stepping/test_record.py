@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_engine import AmpStateError, amp, kernels
+from amp_engine import AmpStateError, AmpValueError, amp, kernels
 from tests.support import scaler_numbers
 
 # Steps without a gradient say so, which other tests look at.
@@ -537,6 +537,53 @@ def test_a_graph_of_gradients_is_refused_at_a_scale(kind: str) -> None:
     ):
         scaled_loss.backward(create_graph=True)
     assert cell.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_graph_that_another_backward_of_the_body_makes_is_refused_too() -> None:
+    cell = Cell("half, master", 8.0)
+    context = amp.scale_loss(cell.loss(2.0), cell.optimizer)
+    context.__enter__().backward()
+    amp.scale(cell.loss(2.0).square()).backward(create_graph=True)
+    with pytest.raises(AmpStateError, match="create_graph=True"):
+        context.__exit__(None, None, None)
+    assert cell.grad is None
+
+
+def turned(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.data = param.grad.data.t()
+
+
+def shortened(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.data = param.grad.data[1:]
+
+
+def negated(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.data = torch._neg_view(param.grad.data)
+
+
+@pytest.mark.skipif(
+    not kernels.has_native(torch.device("cpu")), reason="torch's own step takes what its operators take"
+)
+@pytest.mark.parametrize("changed", [turned, shortened, negated])
+def test_an_exits_gradient_that_got_another_layout_of_its_memory_is_refused(changed: Callable[[Tensor], None]) -> None:
+    """No version tells of it, and the kernels would read the memory as it was laid out before, or past its end."""
+    model = nn.Linear(3, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+    for _ in range(3):
+        optimizer.step()
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.randn(2, 3)).float().square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    changed(model.weight)
+    before = model.weight.detach().clone()
+    with pytest.raises(AmpValueError, match=r"gradients\[0\] is a"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
 
 
 # --- masters' gradients -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace amp_engine {
@@ -20,32 +21,51 @@ inline at::Tensor const* at_place(OptionalTensors const& tensors, size_t i) {
   return tensors[i] ? &*tensors[i] : nullptr;
 }
 
-inline void ask_for_tensor(at::Tensor const& t) {
+constexpr auto ask_for_tensor = [](at::Tensor const& t) {
   char const* const impl = reinterpret_cast<char const*>(t.unsafeGetTensorImpl());
   for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) {
     __builtin_prefetch(impl + line);
   }
-}
+};
 
-// Prefetches the objects that a tensor points to. Reads the tensor itself.
-inline void ask_for_parts(at::Tensor const& t) {
-  c10::TensorImpl const& impl = *t.unsafeGetTensorImpl();
+// Prefetches the pointers to a tensor's gradient and version, where a loop reads no more.
+constexpr auto ask_for_pointers = [](at::Tensor const& t) {
+  char const* const version = reinterpret_cast<char const*>(&t.unsafeGetTensorImpl()->version_counter());
+  __builtin_prefetch(version - 2 * sizeof(void*));  // the pointer to the gradient
+  __builtin_prefetch(version);
+};
+
+// Prefetches the object with a tensor's version. Reads the tensor itself, as the next two do.
+constexpr auto ask_for_version = [](at::Tensor const& t) {
   void const* counter;  // the only member of a VariableVersion, which is private
   static_assert(sizeof(c10::VariableVersion) == sizeof counter);
-  std::memcpy(&counter, &impl.version_counter(), sizeof counter);
+  std::memcpy(&counter, &t.unsafeGetTensorImpl()->version_counter(), sizeof counter);
   __builtin_prefetch(counter);
-  __builtin_prefetch(impl.autograd_meta());
-  if (impl.has_storage()) {
-    __builtin_prefetch(impl.unsafe_storage().unsafeGetStorageImpl());
+};
+
+// Prefetches the object with a tensor's gradient, which lies behind a name.
+constexpr auto ask_for_gradient = [](at::Tensor const& t) {
+  char const* const meta = reinterpret_cast<char const*>(t.unsafeGetTensorImpl()->autograd_meta());
+  __builtin_prefetch(meta);
+  __builtin_prefetch(meta + sizeof(void*) + sizeof(std::string));
+};
+
+// Prefetches the objects that a tensor points to.
+constexpr auto ask_for_parts = [](at::Tensor const& t) {
+  ask_for_version(t);
+  ask_for_gradient(t);
+  if (t.unsafeGetTensorImpl()->has_storage()) {
+    __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   }
-}
+};
 
 // tensor.grad() would first check whether the tensor is a leaf, in order to warn.
 inline at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()->grad(); }
 
-// A loop that reads each tensor calls this with i = 0, 1, 2...
-template <class List>
-void ask_ahead(List const& tensors, size_t i) {
+// A loop that reads each tensor calls this with i = 0, 1, 2... The other arguments prefetch a tensor, and the objects
+// behind it.
+template <class List, class Ask = decltype(ask_for_tensor), class More = decltype(ask_for_parts)>
+void ask_ahead(List const& tensors, size_t i, Ask const& ask_for = ask_for_tensor, More const& ask_for_more = ask_for_parts) {
   constexpr size_t kAhead = 8;
   size_t const n = tensors.size();
   if (i + 3 * kAhead < n) {
@@ -53,12 +73,12 @@ void ask_ahead(List const& tensors, size_t i) {
   }
   if (i + 2 * kAhead < n) {
     if (at::Tensor const* const t = at_place(tensors, i + 2 * kAhead)) {
-      ask_for_tensor(*t);
+      ask_for(*t);
     }
   }
   if (i + kAhead < n) {
     if (at::Tensor const* const t = at_place(tensors, i + kAhead)) {
-      ask_for_parts(*t);
+      ask_for_more(*t);
     }
   }
 }

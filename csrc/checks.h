@@ -86,23 +86,26 @@ inline bool is_allowed(Allowed allowed, at::ScalarType type) {
   }
 }
 
-// Requires dense tensors of allowed types, all on `device`.
+// Requires a dense tensor of an allowed type on `device`.
+inline void check_tensor(Named const& list, size_t i, at::Device device, Allowed allowed) {
+  at::Tensor const& t = *list.tensors[i];
+  TORCH_CHECK_VALUE(is_allowed(allowed, t.scalar_type()), list.at(i), " is ", text(t), ", but the type must be ",
+                    allowed == Allowed::float32                ? "float32."
+                    : allowed == Allowed::moments              ? "float32, bfloat16, or uint8 for codes by blocks."
+                    : allowed == Allowed::floats_or_remainders ? "float32, float16, bfloat16, or int16 or uint8 for "
+                                                                 "remainders."
+                                                               : "float32, float16 or bfloat16.");
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, list.at(i), " is a ", t.layout(),
+                    " tensor, but only dense (strided) ones are allowed.");
+  TORCH_CHECK_VALUE(t.device() == device, list.at(i), " is ", text(t), ", but the first tensor of the call is on ",
+                    device, ".");
+  TORCH_CHECK_VALUE(t.is_non_overlapping_and_dense(), list.at(i), " is ", text(t),
+                    ", which has gaps or overlaps.  Pass .contiguous() tensors.");
+  TORCH_CHECK_VALUE(!is_lazy(t), list.at(i), " is ", text(t), kLazyRefused);
+}
+
 inline void check_tensors(Named const& list, at::Device device, Allowed allowed = Allowed::floats) {
-  for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
-    TORCH_CHECK_VALUE(is_allowed(allowed, t.scalar_type()), list.at(i), " is ", text(t), ", but the type must be ",
-                      allowed == Allowed::float32                ? "float32."
-                      : allowed == Allowed::moments              ? "float32, bfloat16, or uint8 for codes by blocks."
-                      : allowed == Allowed::floats_or_remainders ? "float32, float16, bfloat16, or int16 or uint8 for "
-                                                                   "remainders."
-                                                                 : "float32, float16 or bfloat16.");
-    TORCH_CHECK_VALUE(t.layout() == at::kStrided, list.at(i), " is a ", t.layout(),
-                      " tensor, but only dense (strided) ones are allowed.");
-    TORCH_CHECK_VALUE(t.device() == device, list.at(i), " is ", text(t), ", but the first tensor of the call is on ",
-                      device, ".");
-    TORCH_CHECK_VALUE(t.is_non_overlapping_and_dense(), list.at(i), " is ", text(t),
-                      ", which has gaps or overlaps.  Pass .contiguous() tensors.");
-    TORCH_CHECK_VALUE(!is_lazy(t), list.at(i), " is ", text(t), kLazyRefused);
-  });
+  for_each(list.tensors, [&](size_t i, at::Tensor const&) { check_tensor(list, i, device, allowed); });
 }
 
 inline bool same_layout(at::IntArrayRef sizes, at::IntArrayRef strides, at::Tensor const& t) {
@@ -119,13 +122,18 @@ inline bool same_layout(at::IntArrayRef sizes, at::IntArrayRef strides, at::Tens
 
 inline bool same_layout(at::Tensor const& a, at::Tensor const& b) { return same_layout(a.sizes(), a.strides(), b); }
 
-// Requires that entries of the same index have the same shape and the same order in memory.
+// Requires that two entries of the same index have the same shape and the same order in memory.
+inline void check_same_layout(Named const& list, Named const& reference, size_t i) {
+  at::Tensor const &t = *list.tensors[i], &other = *reference.tensors[i];
+  TORCH_CHECK_VALUE(same_layout(t, other), list.at(i), " is ", text(t), ", but ", reference.name, "[", i, "] is ",
+                    text(other), ".  Shapes and strides must be equal.");
+}
+
 inline void check_same_layout(Named const& list, Named const& reference) {
-  for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
+  for_each(list.tensors, [&](size_t i, at::Tensor const&) {
     ask_ahead(reference.tensors, i);
     if (reference.tensors[i]) {
-      TORCH_CHECK_VALUE(same_layout(t, *reference.tensors[i]), list.at(i), " is ", text(t), ", but ", reference.name,
-                        "[", i, "] is ", text(*reference.tensors[i]), ".  Shapes and strides must be equal.");
+      check_same_layout(list, reference, i);
     }
   });
 }

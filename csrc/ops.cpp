@@ -39,11 +39,12 @@ T* mutable_pointer(std::optional<at::Tensor> const& t) {
 }
 
 void bump_versions(OptionalTensors const& tensors) {
-  for_each(tensors, [](size_t, at::Tensor const& t) {
-    if (!t.is_inference()) {
-      t.unsafeGetTensorImpl()->bump_version();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ask_ahead(tensors, i, ask_for_pointers, ask_for_version);
+    if (tensors[i] && tensors[i]->unsafeGetTensorImpl()->version_counter().enabled()) {  // those of inference have none
+      tensors[i]->unsafeGetTensorImpl()->bump_version();
     }
-  });
+  }
 }
 
 void check(char const* op, ScaleTensors const& tensors, at::Device device) {
@@ -391,8 +392,6 @@ void StepTable::step(OptionalTensors const& gradients, std::string const& scaled
   at::Device const device = steps_.device();
   Named const list{op, "gradients", gradients};
   check_length(list, n, "weights");
-  check_tensors(list, device);
-  check_same_layout(list, {op, "weights", weights_});
   TORCH_CHECK_VALUE(scaled.size() == n, op, ": scaled has ", scaled.size(), " entries, but weights has ", n, ".");
   check_scalar(op, "inv_scale", inv_scale, at::kFloat, device);
   check_scalar(op, "found_inf", found_inf, at::kFloat, device);
@@ -401,18 +400,26 @@ void StepTable::step(OptionalTensors const& gradients, std::string const& scaled
   check_vector(op, "sum_squares", sum_squares, int64_t(n), at::kDouble, device);
   check_vector(op, "largest", largest, int64_t(n), at::kFloat, device);
   bool const needs_state2 = with_optimizer(formula_, [](auto update) { return decltype(update)::kState2; });
+  std::vector<bool> needs_state1;
+  for (Group const& group : groups) {
+    needs_state1.push_back(with_optimizer(formula_, [&](auto update) { return reads_state1<decltype(update)>(group); }));
+  }
+  Named const weight_list{op, "weights", weights_};
   for (size_t t = 0; t < n; ++t) {
-    uint32_t const group_of = lists_.rows[t].group;
-    TORCH_CHECK_VALUE(group_of < groups.size(), op, ": weights[", t, "] is in group ", group_of, " of ", groups.size(),
-                      ".");
-    if (!gradients[t]) {
-      continue;
+    ask_ahead(gradients, t);
+    ask_ahead(weights_, t);
+    uint32_t const group = lists_.rows[t].group;
+    TORCH_CHECK_VALUE(group < groups.size(), op, ": weights[", t, "] is in group ", group, " of ", groups.size(), ".");
+    if (gradients[t]) {
+      TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
+      check_tensor(list, t, device, Allowed::floats);
+      check_same_layout(list, weight_list, t);
+      TORCH_CHECK_VALUE((!needs_state1[group] || state1_[t]) && (!needs_state2 || state2_[t]), op, ": weights[", t,
+                        "] has a gradient, but no optimizer state.");
     }
-    Group const& group = groups[group_of];
-    bool const needs_state1 = with_optimizer(formula_, [&](auto update) { return reads_state1<decltype(update)>(group); });
-    TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
-    TORCH_CHECK_VALUE((!needs_state1 || state1_[t]) && (!needs_state2 || state2_[t]), op, ": weights[", t,
-                      "] has a gradient, but no optimizer state.");
+    Entry const gradient = read(gradients[t]);
+    lists_.gradients[t] = gradient.data;
+    lists_.forms[t] = {gradient.type, scaled[t] == 1};
   }
   if (!was_stepped_) {
     check_memory(op, &gradients);
@@ -425,11 +432,6 @@ void StepTable::step(OptionalTensors const& gradients, std::string const& scaled
     largest = checks.largest;
   }
 
-  for (size_t t = 0; t < n; ++t) {
-    Entry const gradient = read(gradients[t]);
-    lists_.gradients[t] = gradient.data;
-    lists_.forms[t] = {gradient.type, scaled[t] == 1};
-  }
   StepArgs args{};
   args.formula = formula_;
   args.narrow = narrow_;

@@ -30,6 +30,8 @@ int64_t version_or_none(at::Tensor const& t) { return t.is_inference() ? -1 : in
 
 bool is_half(at::Tensor const& t) { return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16; }
 
+bool has_graph(at::Tensor const& grad) { return grad.requires_grad() && grad.grad_fn(); }
+
 bool has_memory(at::Tensor const& t) {
   return t.layout() == at::kStrided && t.has_storage() && !t.unsafeGetTensorImpl()->is_python_dispatch();
 }
@@ -206,6 +208,7 @@ Gradients gradients(Tensors const& params) {
     Access const access = access_of(grad, *params[i]);
     result.accesses[i] = char(access);
     result.tensors[i] = grad;
+    result.has_graph |= has_graph(grad);
     if (access != Access::other && std::find(devices.begin(), devices.end(), grad.device()) == devices.end()) {
       devices.push_back(grad.device());
     }
@@ -261,7 +264,8 @@ std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors
                     plain.size(), " entries.");
   Gradients found = gradients(params);
   bool const takes_all = found.devices.size() == 1 && found.devices[0] == found_inf.device() &&
-                         found.accesses.find(char(Access::other)) == std::string::npos;
+                         found.accesses.find(char(Access::other)) == std::string::npos &&
+                         !(unscales && found.has_graph);
   if (!takes_all) {
     return std::nullopt;
   }
@@ -337,9 +341,7 @@ std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors
 }
 
 bool any_graph(Tensors const& tensors) {
-  return any_gradient_of(tensors, [](size_t, at::Tensor const& grad) {
-    return grad.defined() && grad.requires_grad() && grad.grad_fn();
-  });
+  return any_gradient_of(tensors, [](size_t, at::Tensor const& grad) { return grad.defined() && has_graph(grad); });
 }
 
 bool any_other(Tensors const& params) {
@@ -349,7 +351,13 @@ bool any_other(Tensors const& params) {
 }
 
 bool any_gradient(Tensors const& tensors) {
-  return any_of(tensors, [](size_t, at::Tensor const& t) { return grad_of(t).defined(); });
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ask_ahead(tensors, i, ask_for_pointers, ask_for_gradient);
+    if (grad_of(*tensors[i]).defined()) {
+      return true;
+    }
+  }
+  return false;
 }
 
 void discard_gradients(Tensors const& tensors) {

@@ -93,6 +93,7 @@ struct Gradients {
   std::string accesses;
   // The devices of the gradients that the kernels can reach, each device once.
   std::vector<at::Device> devices;
+  bool has_graph = false;  // true if a gradient has a graph, as after backward(create_graph=True)
 };
 Gradients gradients(Tensors const& params);
 
@@ -146,7 +147,7 @@ struct Looked {
 // Checks the gradients of `params` in one pass, and unscales them if `unscales` is true: half ones beside masters (0 in
 // `plain`) become float32, all others are unscaled in place. If `keeps_half` is true and all gradients beside masters are
 // half, these stay as they are. Returns nothing, and has changed nothing, if there is no gradient, or the kernels cannot
-// take each of them on the device of `found_inf`.
+// take each of them on the device of `found_inf`, or would unscale one with a graph.
 //   memory     of the last look at these parameters
 //   scale      float32 []: gradients are divided by it
 //   found_inf, norm, update   see ListOperation::run
@@ -156,7 +157,7 @@ std::optional<Looked> look(ListOperation& check, GradientMemory& memory, Tensors
 
 bool any_gradient(Tensors const& tensors);
 
-// True if a gradient has a graph, as after backward(create_graph=True).
+// True if a gradient has a graph.
 bool any_graph(Tensors const& tensors);
 
 // True if the access to a gradient is `other`.

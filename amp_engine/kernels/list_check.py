@@ -68,7 +68,8 @@ class ListCheck:
             scale, found_inf, norm, update: as in `run`.
 
         Returns:
-            None, with nothing done, if there is no gradient, or the kernels cannot take each on the device of `norm`.
+            None, with nothing done, if there is no gradient, or the kernels cannot take each on the device of `norm`,
+            or would unscale one with a graph.
         """
         found = self._on(norm.device).look(params, plain, unscales, keeps_half, scale, found_inf, norm, update)
         return None if found is None else Looked(Checks(*found[0]), *found[1:])

@@ -393,6 +393,15 @@ class Record:
         self._earlier, self._views = [], []
         return False
 
+    def refuse_graph(self, backward: Backward) -> None:
+        """Raise AmpStateError for gradients with a graph: what is computed from them would not be unscaled."""
+        if not backward.snapshot.is_identity and tensor_lists.any_graph(self.rows.columns.handle):
+            raise AmpStateError(
+                "backward(create_graph=True) left gradients with a graph, which the exit of scale_loss cannot "
+                "unscale.  Take gradients by torch.autograd.grad(amp.scale(loss), params, create_graph=True) "
+                "and amp.unscale(gradients), compute the penalty from those, and call backward() on the sum."
+            )
+
     def leave_delayed(self, backward: Backward) -> None:
         """Exit with `delay_unscale`, without earlier gradients: leave gradients scaled."""
         self.state, self.delayed = State.DELAYED, backward
@@ -446,6 +455,7 @@ class Record:
         columns, snapshot = self.rows.columns, backward.snapshot
         if unscaled is None and not columns.has_shards and (checked := self._look_at_once(backward, check, keeps)):
             return [checked]
+        self.refuse_graph(backward)
         before = len(backward.checked)
         own, accesses, devices = tensor_lists.gradients(columns.handle)
         done = [row for row, p in enumerate(columns.params) if id(p) in unscaled] if unscaled else []

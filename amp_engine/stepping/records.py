@@ -623,17 +623,6 @@ class Body(ContextOfLoss):
             if one.has_arrived_unseen():
                 one.missing_gradients.warn_of_unscaled(one.optimizer)
 
-    def _refuse_graph(self) -> None:
-        """Raise AmpStateError for gradients with a graph: what is computed from them would not be unscaled."""
-        if self._backward.snapshot.is_identity:
-            return
-        if any(tensor_lists.any_graph(one.columns.handle) and one.has_arrived() for one in self._records):
-            raise AmpStateError(
-                "backward(create_graph=True) left gradients with a graph, which the exit of scale_loss cannot "
-                "unscale.  Take gradients by torch.autograd.grad(amp.scale(loss), params, create_graph=True) "
-                "and amp.unscale(gradients), compute the penalty from those, and call backward() on the sum."
-            )
-
     def _refuse_late(self) -> None:
         """Raise AmpStateError in a backward after the exit, unless its gradients will still be unscaled."""
         if self._backward.snapshot.is_identity:
@@ -658,7 +647,10 @@ class Body(ContextOfLoss):
             if kind is not None:
                 self._put_back()
                 return
-            self._refuse_graph()
+            if len(self._records) > 1 or self._delay_unscale:
+                for one in self._records:  # before gradients of the first are unscaled, or left scaled
+                    if one.has_arrived():
+                        one.refuse_graph(backward)
             self._warn_of_unscaled()
             for one in self._records:
                 one.missing_gradients.note(self._has_begun)

@@ -238,6 +238,17 @@ def test_a_look_does_nothing_where_it_cannot_take_all(grads):
 
 
 @NATIVE
+def test_a_look_unscales_no_gradient_with_a_graph_and_checks_one():
+    params = with_gradients(torch.ones(5), torch.ones(5, requires_grad=True) * 2)
+    found, _, norm = look(params, [1, 1], True, False)
+    assert found is None
+    assert math.isnan(norm)
+    assert torch.equal(params[0].grad, torch.ones(5))
+    assert torch.equal(params[1].grad, torch.full((5,), 2.0))
+    assert look(params, [1, 1], False, False)[0] is not None
+
+
+@NATIVE
 def test_a_look_refuses_gradients_that_share_memory_which_it_would_write():
     shared = torch.ones(5)
     params = with_gradients(shared, shared.view(5))

@@ -528,12 +528,13 @@ def test_gradients_that_other_code_holds_stay_where_they_are_at_a_scale_of_1(kin
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("delays", [False, True], ids=["", "delay_unscale"])
 @pytest.mark.parametrize("kind", [kind for kind in HAS_MASTER if kind in DENSE])
-def test_a_graph_of_gradients_is_refused_at_a_scale(kind: str) -> None:
+def test_a_graph_of_gradients_is_refused_at_a_scale(kind: str, delays: bool) -> None:
     cell = Cell(kind, 8.0)
     with (
         pytest.raises(AmpStateError, match="create_graph=True"),
-        amp.scale_loss(cell.loss(2.0).square(), cell.optimizer) as scaled_loss,
+        amp.scale_loss(cell.loss(2.0).square(), cell.optimizer, delay_unscale=delays) as scaled_loss,
     ):
         scaled_loss.backward(create_graph=True)
     assert cell.grad is None
@@ -548,6 +549,34 @@ def test_a_graph_that_another_backward_of_the_body_makes_is_refused_too() -> Non
     with pytest.raises(AmpStateError, match="create_graph=True"):
         context.__exit__(None, None, None)
     assert cell.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("delays", [False, True], ids=["", "delay_unscale"])
+@pytest.mark.parametrize("place", [None, 0, 1], ids=["alone", "first of two", "second of two"])
+def test_where_a_graph_is_refused_the_gradients_of_the_entry_are_left(place: int | None, delays: bool) -> None:
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)][: 1 if place is None else 2]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level="O0", loss_scale=8.0, verbosity=0)
+
+    def loss(of: int) -> Tensor:
+        return models[of](torch.ones(2, 3)).square().sum()
+
+    with amp.scale_loss(sum(map(loss, range(len(models)))), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    before = [p.grad.clone() for model in models for p in model.parameters() if p.grad is not None]
+    context = amp.scale_loss(sum(map(loss, range(len(models)))), optimizers, delay_unscale=delays)
+    context.__enter__().backward()
+    amp.scale(loss(place or 0)).backward(create_graph=True)
+    with pytest.raises(AmpStateError, match="create_graph=True"):
+        context.__exit__(None, None, None)
+    after = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, before, after))
+    assert len(before) == len(after) == 2 * len(models)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        expected = [p.detach() - p.grad for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        assert all(map(torch.equal, model.parameters(), expected))
 
 
 def turned(param: Tensor) -> None:

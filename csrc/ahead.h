@@ -21,7 +21,7 @@ inline at::Tensor const* at_place(OptionalTensors const& tensors, size_t i) {
   return tensors[i] ? &*tensors[i] : nullptr;
 }
 
-constexpr auto ask_for_tensor = [](at::Tensor const& t) {
+inline constexpr auto ask_for_tensor = [](at::Tensor const& t) {
   char const* const impl = reinterpret_cast<char const*>(t.unsafeGetTensorImpl());
   for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) {
     __builtin_prefetch(impl + line);
@@ -29,14 +29,14 @@ constexpr auto ask_for_tensor = [](at::Tensor const& t) {
 };
 
 // Prefetches the pointers to a tensor's gradient and version, where a loop reads no more.
-constexpr auto ask_for_pointers = [](at::Tensor const& t) {
+inline constexpr auto ask_for_pointers = [](at::Tensor const& t) {
   char const* const version = reinterpret_cast<char const*>(&t.unsafeGetTensorImpl()->version_counter());
   __builtin_prefetch(version - 2 * sizeof(void*));  // the pointer to the gradient
   __builtin_prefetch(version);
 };
 
 // Prefetches the object with a tensor's version. Reads the tensor itself, as the next two do.
-constexpr auto ask_for_version = [](at::Tensor const& t) {
+inline constexpr auto ask_for_version = [](at::Tensor const& t) {
   void const* counter;  // the only member of a VariableVersion, which is private
   static_assert(sizeof(c10::VariableVersion) == sizeof counter);
   std::memcpy(&counter, &t.unsafeGetTensorImpl()->version_counter(), sizeof counter);
@@ -44,16 +44,15 @@ constexpr auto ask_for_version = [](at::Tensor const& t) {
 };
 
 // Prefetches the object with a tensor's gradient, which lies behind a name.
-constexpr auto ask_for_gradient = [](at::Tensor const& t) {
+inline constexpr auto ask_for_gradient = [](at::Tensor const& t) {
   char const* const meta = reinterpret_cast<char const*>(t.unsafeGetTensorImpl()->autograd_meta());
   __builtin_prefetch(meta);
   __builtin_prefetch(meta + sizeof(void*) + sizeof(std::string));
 };
 
-// Prefetches the objects that a tensor points to.
-constexpr auto ask_for_parts = [](at::Tensor const& t) {
+// Prefetches the objects with a tensor's version and memory.
+inline constexpr auto ask_for_parts = [](at::Tensor const& t) {
   ask_for_version(t);
-  ask_for_gradient(t);
   if (t.unsafeGetTensorImpl()->has_storage()) {
     __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   }
@@ -120,7 +119,7 @@ bool any_of(Tensors const& tensors, Test const& test) {
 // Like `ask_ahead`, for a loop that also reads the gradient of each tensor.
 inline void ask_ahead_for_gradients(Tensors const& tensors, size_t i) {
   constexpr size_t kAhead = 3;
-  ask_ahead(tensors, i);
+  ask_ahead(tensors, i, ask_for_tensor, ask_for_gradient);
   if (i + 2 * kAhead < tensors.size()) {
     if (at::Tensor const& grad = grad_of(*tensors[i + 2 * kAhead]); grad.defined()) {
       ask_for_tensor(grad);

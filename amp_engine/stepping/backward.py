@@ -66,6 +66,7 @@ class Backward:
         reduction: lets several ranks agree on the overflow; None if this rank decides alone.
         earlier_loss_is_bad: != 0 if an earlier loss of the same step was not finite; set only for "auto".
         may_update: True if the check of all gradients may also update the scale, since nothing comes in between.
+        refuses_graph: True if the check raises AmpStateError for gradients with a graph, where it unscales them.
         update: the update of the scale that the check did; None if it did not.
         accumulation: the backwards of its loss for the same step.
         micro_batches: the numbers of the first and last backward of `accumulation` that are checked together.
@@ -88,6 +89,7 @@ class Backward:
         self.skips = True
         self.reduction: Reduction | None = None
         self.may_update = False
+        self.refuses_graph = False
         self.update: ScaleUpdate | None = None
         self.is_reported = False  # True once its loss was reported as not finite, though its gradients are finite
         self.of_replicas = False

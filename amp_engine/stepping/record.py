@@ -393,9 +393,9 @@ class Record:
         self._earlier, self._views = [], []
         return False
 
-    def refuse_graph(self, backward: Backward) -> None:
+    def refuse_graph(self) -> None:
         """Raise AmpStateError for gradients with a graph: what is computed from them would not be unscaled."""
-        if not backward.snapshot.is_identity and tensor_lists.any_graph(self.rows.columns.handle):
+        if tensor_lists.any_graph(self.rows.columns.handle):
             raise AmpStateError(
                 "backward(create_graph=True) left gradients with a graph, which the exit of scale_loss cannot "
                 "unscale.  Take gradients by torch.autograd.grad(amp.scale(loss), params, create_graph=True) "
@@ -455,7 +455,8 @@ class Record:
         columns, snapshot = self.rows.columns, backward.snapshot
         if unscaled is None and not columns.has_shards and (checked := self._look_at_once(backward, check, keeps)):
             return [checked]
-        self.refuse_graph(backward)
+        if backward.refuses_graph:
+            self.refuse_graph()
         before = len(backward.checked)
         own, accesses, devices = tensor_lists.gradients(columns.handle)
         done = [row for row, p in enumerate(columns.params) if id(p) in unscaled] if unscaled else []

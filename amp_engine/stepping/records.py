@@ -623,6 +623,17 @@ class Body(ContextOfLoss):
             if one.has_arrived_unseen():
                 one.missing_gradients.warn_of_unscaled(one.optimizer)
 
+    def _refuse_graph(self) -> None:
+        """Refuse gradients with a graph; the check does it where it sees all before it writes any."""
+        if self._backward.snapshot.is_identity:
+            return
+        arrived = [one for one in self._records if one.has_arrived()]
+        if len(self._records) == 1 and not self._delay_unscale:
+            self._backward.refuses_graph = bool(arrived)
+            return
+        for one in arrived:
+            one.refuse_graph()
+
     def _refuse_late(self) -> None:
         """Raise AmpStateError in a backward after the exit, unless its gradients will still be unscaled."""
         if self._backward.snapshot.is_identity:
@@ -647,10 +658,7 @@ class Body(ContextOfLoss):
             if kind is not None:
                 self._put_back()
                 return
-            if len(self._records) > 1 or self._delay_unscale:
-                for one in self._records:  # before gradients of the first are unscaled, or left scaled
-                    if one.has_arrived():
-                        one.refuse_graph(backward)
+            self._refuse_graph()
             self._warn_of_unscaled()
             for one in self._records:
                 one.missing_gradients.note(self._has_begun)

@@ -579,6 +579,32 @@ def test_where_a_graph_is_refused_the_gradients_of_the_entry_are_left(place: int
         assert all(map(torch.equal, model.parameters(), expected))
 
 
+def test_a_decay_by_hand_whose_sum_has_a_graph_is_no_double_backward() -> None:
+    """`delay_unscale` left the gradient scaled, and the step unscales it."""
+    cell = Cell("FP32", 8.0)
+    cell.backward(2.0, delay_unscale=True)
+    assert cell.param.grad is not None
+    cell.param.grad = cell.param.grad + cell.param * 8.0
+    assert cell.param.grad.grad_fn is not None
+    assert not cell.step()
+    assert cell.weight == 1.0 - (2.0 + 1.0)
+
+
+def test_earlier_gradients_with_a_graph_of_a_shared_parameter_are_added_to() -> None:
+    """The exit of the first optimizer has put them back when the second looks."""
+    param = nn.Parameter(torch.ones(3))
+    own = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param, one], lr=1.0) for one in own]
+    amp.initialize(nn.ParameterList([param, *own]), optimizers, opt_level="O0", loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss((param * own[0] * own[1]).sum(), optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for p in (param, *own):
+            assert p.grad is not None
+            p.grad = p.grad + p
+    assert all(p.grad is not None and torch.equal(p.grad, torch.full((3,), 4.0)) for p in (param, *own))
+
+
 def turned(param: Tensor) -> None:
     assert param.grad is not None
     param.grad.data = param.grad.data.t()

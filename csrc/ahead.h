@@ -45,9 +45,10 @@ inline constexpr auto ask_for_version = [](at::Tensor const& t) {
 
 // Prefetches the object with a tensor's gradient, which lies behind a name.
 inline constexpr auto ask_for_gradient = [](at::Tensor const& t) {
-  char const* const meta = reinterpret_cast<char const*>(t.unsafeGetTensorImpl()->autograd_meta());
-  __builtin_prefetch(meta);
-  __builtin_prefetch(meta + sizeof(void*) + sizeof(std::string));
+  if (auto const* const meta = reinterpret_cast<char const*>(t.unsafeGetTensorImpl()->autograd_meta())) {
+    __builtin_prefetch(meta);
+    __builtin_prefetch(meta + sizeof(void*) + sizeof(std::string));
+  }
 };
 
 // Prefetches the objects with a tensor's version and memory.

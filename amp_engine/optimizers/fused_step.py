@@ -264,6 +264,10 @@ class FusedStep:
             state.pop("step", None)
         self._form.dtype, self._form.counts = torch.float32, False
 
+    def loaded(self, name: str, codes: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a loaded moment of `param` in blocks as it is if moments are kept in blocks, else widened to `dtype`."""
+        return codes if self._form.dtype is codes.dtype else self._form.wide(name, codes, param).to(dtype)
+
     def forget(self) -> None:
         """Let go of the state of the last step, which other state has replaced."""
         self._captured += [table for table in self._tables if table.is_captured]

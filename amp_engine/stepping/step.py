@@ -573,7 +573,10 @@ class StepHook:
         self._incoming = state_dict
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        """Set moments, which torch has cast to the type of their parameters, to the saved values: in FP32, or codes."""
+        """Set moments, which torch has cast to the type of their parameters, to the saved values, in FP32 or in blocks.
+
+        Moments that were saved in blocks are widened if this run keeps no blocks.
+        """
         saved, self._incoming = self._incoming, {}
         fused = fused_step_of(optimizer)
         if fused is not None:
@@ -593,7 +596,8 @@ class StepHook:
                 optimizer.state[param][name] = wide.to(home, copy=True)
             for name, value in of_one.items() if fused is not None else ():
                 if isinstance(value, Tensor) and value.dtype is CODES:
-                    optimizer.state[param][name] = value.to(home, copy=True)
+                    dtype = param.dtype if one is None else torch.float32
+                    optimizer.state[param][name] = fused.loaded(name, value.to(home, copy=True), param, dtype)
 
 
 def _input_of(record: Record, grads: Sequence[Tensor | None] | None) -> StepInput:

@@ -20,7 +20,7 @@ from tests import support
 from tests.behaviour.test_resume import checkpoint, resumed
 from tests.models import CNN, LSTM, MLP, NORMED_MLP
 from tests.ranks import on_ranks
-from tests.support import assert_bitwise, backward, everything, frozen, masters, picture, train, weights_of
+from tests.support import assert_bitwise, backward, entries_of, everything, frozen, masters, picture, train, weights_of
 
 pytestmark = pytest.mark.skipif(not kernels.has_native(torch.device("cpu")), reason="only compiled kernels step them")
 NARROW = {
@@ -232,8 +232,23 @@ def test_loaded_codes_are_codes_before_the_next_step(level: str) -> None:
     assert_bitwise(optimizer.state_dict()["state"], saved["state"])
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_codes_are_widened_where_a_run_keeps_none(name: str, level: str) -> None:
+    model, optimizer = started(OPTIMIZERS[name], **NARROW["seven bytes"])
+    train(NORMED_MLP, model, optimizer, "ccc")
+    saved = frozen(optimizer.state_dict())
+    amp.close()
+    wide = _moments(optimizer)
+    model, optimizer = started(OPTIMIZERS[name], level=level, seed=5)
+    optimizer.load_state_dict(saved)
+    for loaded, expected in zip(_held(optimizer), wide, strict=True):
+        torch.testing.assert_close(loaded.float(), expected, rtol=2**-10, atol=2**-24)
+    assert all(map(math.isfinite, train(NORMED_MLP, model, optimizer, "cc")))
+
+
 def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = (optimizer.state[p] for p in weights_of(optimizer))
+    states = (optimizer.state[p] for p in entries_of(optimizer))
     return [value for state in states for key, value in state.items() if key != "step"]
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from amp_engine.casting.keep_float import kept_modules
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import (
     has_other_ranks,
@@ -179,7 +180,8 @@ def check_models(
                 "model(s) AFTER \nthe model(s) have been returned from amp.initialize.  "
                 f"{_initialize_call(policy)} first, then {wrapper}(model)."
             )
-        check_shards(model, policy, is_scaled, gives_float32)
+        kept = {part for module, _ in kept_modules(model) for part in module.modules()}
+        check_shards(model, policy, is_scaled, gives_float32, kept)
         if not policy.cast_model_type:
             continue
         for name, module in model.named_modules():

@@ -186,6 +186,8 @@ class CastModel:
                     hook = CastModelInputs(dtype, inputs, Arguments.of_module(getattr(model, COMPILED, model)))
                     self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
                     self._handles += _cast_around_kept(model, dtype)
+            for half in fsdp2_param_dtypes(model) & set(LOW_PRECISION) if saves_float32 else ():
+                self._handles += _cast_around_kept(model, half)
             if saves_float32:
                 self._handles.append(model.register_forward_pre_hook(round_written, prepend=True))
                 if dtype in LOW_PRECISION:

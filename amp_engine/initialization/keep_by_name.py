@@ -44,12 +44,10 @@ def kept(models: Any, names: Sequence[str], opt_level: str, cast_model_type: Any
             for _, module in declared_modules(model)
         ]
         for name, (model, module) in zip(names, found, strict=True):
-            if has_fsdp2(model) or any(map(is_sharded, module.parameters())):
+            if not has_fsdp2(model) and any(map(is_sharded, module.parameters())):
                 raise AmpStateError(
-                    f"The policy keeps {name!r} in FP32, and fully_shard or tensor parallelism has made shards of it, "
-                    f"which {opt_level} does not cast.  Leave the name out of the policy, and call "
-                    f"fully_shard(module, mp_policy=amp.fsdp_policy('O0')) on that module before fully_shard of what "
-                    "is around it."
+                    f"The policy keeps {name!r} in FP32, and tensor parallelism has made shards of it, which "
+                    f"{opt_level} does not cast.  Leave the name out of the policy."
                 )
     try:
         for module in [*(module for _, module in found), *declared]:

@@ -7,7 +7,7 @@ in FP32, as O2 and O5 do. The policy has no public setter after `fully_shard`, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +40,10 @@ def fsdp_policy(opt_level: str, root: bool = False) -> MixedPrecisionPolicy:
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 
-    At O2 and O5 parameters are gathered in half and gradients reduced in FP32. A batch norm, which is FP32 at these
-    levels, needs a unit of its own: `fully_shard(norm, mp_policy=amp.fsdp_policy("O0"))`. The policies of the other
-    levels cast nothing, as these levels cast elsewhere or not at all; at O3 call `model.half()` first.
+    At O2 and O5 parameters are gathered in half and gradients reduced in FP32. Batch norms and modules of
+    `amp.keep_float`, which are FP32 at these levels, need units of their own:
+    `fully_shard(norm, mp_policy=amp.fsdp_policy("O0"))`. The policies of the other levels cast nothing, as these levels
+    cast elsewhere or not at all; at O3 call `model.half()` first.
 
     Args:
         opt_level: "O0" to "O5".
@@ -67,12 +68,13 @@ def is_cast_by_fsdp2(model: nn.Module, policy: Policy) -> bool:
     return bool(policy.master_weights) and policy.cast_model_type in LOW_PRECISION and has_fsdp2(model)
 
 
-def check_shards(model: nn.Module, policy: Policy, is_scaled: bool, gives_float32: bool) -> None:
+def check_shards(model: nn.Module, policy: Policy, is_scaled: bool, gives_float32: bool, kept: Set[nn.Module]) -> None:
     """Raise AmpStateError if parameters of `model` are shards that `policy` cannot cast or train.
 
     Args:
         is_scaled: True if each rank would decide on overflows by itself.
         gives_float32: True if the outputs of the model become FP32.
+        kept: the modules that stay FP32.
     """
     casts = policy.cast_model_type in LOW_PRECISION
     wrapper = fsdp1_in(model) or fsdp1_around(model) if casts or is_scaled else None
@@ -93,7 +95,7 @@ def check_shards(model: nn.Module, policy: Policy, is_scaled: bool, gives_float3
                 f"opt_level={level!r}, or call fully_shard(model) without param_dtype."
             )
     if is_cast_by_fsdp2(model, policy):
-        _check_units(model, policy, gives_float32)
+        _check_units(model, policy, gives_float32, kept)
     elif policy.cast_model_type:
         _check_dtypes(model, policy)
 
@@ -114,9 +116,13 @@ def _check_dtypes(model: nn.Module, policy: Policy) -> None:
             )
 
 
-def _check_units(model: nn.Module, policy: Policy, gives_float32: bool) -> None:
+def _check_units(model: nn.Module, policy: Policy, gives_float32: bool, kept: Set[nn.Module]) -> None:
     """Raise AmpStateError unless each unit of `model` was sharded with the `mp_policy` of this level."""
     level, half = policy.opt_level, policy.cast_model_type
+
+    def stays_float32(module: nn.Module) -> bool:
+        return module in kept or isinstance(module, BatchNormBase) and bool(policy.keep_batchnorm_fp32)
+
     for name, param in model.named_parameters():
         if not is_sharded(param):
             raise AmpStateError(
@@ -134,16 +140,17 @@ def _check_units(model: nn.Module, policy: Policy, gives_float32: bool) -> None:
             continue
         theirs = fsdp_policy_of(unit)
         own = [module for module in _own_modules(unit) if next(module.parameters(recurse=False), None) is not None]
-        norms = [module for module in own if isinstance(module, BatchNormBase) and policy.keep_batchnorm_fp32]
+        floats = [module for module in own if stays_float32(module)]
         called = f"model.{name}" if name else "model"
-        if norms and len(norms) < len(own):
+        is_float = theirs.param_dtype in (None, torch.float32)
+        if floats and (len(floats) < len(own) or not is_float and not stays_float32(unit)):
             raise AmpStateError(
-                f"{called} has a {type(norms[0]).__name__} in its unit of fully_shard, which {level} keeps in FP32.  "
-                "Call fully_shard(norm, mp_policy=amp.fsdp_policy('O0')) on each batch norm before fully_shard of "
-                "what is around it."
+                f"{called} has a {type(floats[0]).__name__} in its unit of fully_shard, which {level} keeps in FP32.  "
+                "Call fully_shard(module, mp_policy=amp.fsdp_policy('O0')) on each batch norm and each module of "
+                "amp.keep_float before fully_shard of what is around it."
             )
-        if norms:
-            if theirs.param_dtype not in (None, torch.float32):
+        if floats:
+            if not is_float:
                 raise AmpStateError(_text(called, "param_dtype", theirs.param_dtype, "O0", False))
             continue
         is_root = unit is model

@@ -265,7 +265,7 @@ class FusedStep:
         self._form.dtype, self._form.counts = torch.float32, False
 
     def loaded(self, name: str, codes: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a loaded moment of `param` in blocks as it is if moments are kept in blocks, else widened to `dtype`."""
+        """Return a moment of `param` that was saved in blocks; widened to `dtype` if this run keeps no blocks."""
         return codes if self._form.dtype is codes.dtype else self._form.wide(name, codes, param).to(dtype)
 
     def forget(self) -> None:

@@ -594,8 +594,8 @@ class StepHook:
                 self._was_loaded |= value.dtype is torch.float32
                 wide = value if value.dtype is torch.float64 else value.to(torch.float32)
                 optimizer.state[param][name] = wide.to(home, copy=True)
-            for name, value in of_one.items() if fused is not None else ():
-                if isinstance(value, Tensor) and value.dtype is CODES:
+            for name, value in of_one.items():
+                if fused is not None and isinstance(value, Tensor) and value.dtype is CODES:
                     dtype = param.dtype if one is None else torch.float32
                     optimizer.state[param][name] = fused.loaded(name, value.to(home, copy=True), param, dtype)
 

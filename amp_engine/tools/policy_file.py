@@ -15,6 +15,7 @@ import torch
 
 from amp_engine.errors import AmpError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import dtype_name, parse_dtype
+from amp_engine.initialization.arguments import as_moment_dtype
 from amp_engine.levels import levels
 from amp_engine.levels.policy import check_casts, parse_loss_scale
 from amp_engine.levels.scale_rule import DynamicLossScale
@@ -23,7 +24,7 @@ FORMAT = 1
 DEFAULT_LEVEL = "O1"
 """The level of `initialize` if none is given."""
 
-_DTYPES = ("cast_model_type", "cast_model_outputs", "moment_dtype")
+_DTYPES = ("cast_model_type", "cast_model_outputs")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class RunPolicy:
                 plain(self, name, tuple(getattr(self, name)))
         if isinstance(self.loss_scale, DynamicLossScale):
             plain(self, "loss_scale", str(self.loss_scale))
-        for name in _DTYPES:
+        for name in (*_DTYPES, "moment_dtype"):
             if isinstance(getattr(self, name), torch.dtype):
                 plain(self, name, dtype_name(getattr(self, name)))
         self._check()
@@ -155,6 +156,7 @@ class RunPolicy:
             for name in _DTYPES:
                 if getattr(self, name):
                     parse_dtype(getattr(self, name), name, allow_float64=name == "cast_model_outputs")
+            as_moment_dtype(self.moment_dtype)
             if self.casts is not None:
                 check_casts(self.casts)
             if self.loss_scale is not None:
@@ -179,7 +181,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "cast_model_outputs": ((str,), 'a type such as "float32"'),
     "min_loss_scale": _NUMBER,
     "max_loss_scale": _NUMBER,
-    "moment_dtype": ((str,), 'a type such as "bfloat16"'),
+    "moment_dtype": ((str,), 'a type such as "bfloat16", or "8bit"'),
     "casts": ((str,), '"everywhere" or "model"'),
     "cast_inputs": ((bool, str, tuple), 'true, false or a list of names of arguments, such as ["timestep"]'),
 }

@@ -124,13 +124,39 @@ def half_before(level: str) -> nn.Module:
     return fully_shard(model, mesh=alone(), mp_policy=amp.fsdp_policy(level, root=True))
 
 
+def kept_in_a_unit(level: str) -> nn.Module:
+    model = model_of()
+    amp.keep_float(model.b)
+    fully_shard(model.norm, mesh=alone(), mp_policy=amp.fsdp_policy("O0"))
+    return fully_shard(model, mesh=alone(), mp_policy=amp.fsdp_policy(level, root=True))
+
+
+def kept_alone_in_a_unit(level: str) -> nn.Module:
+    model = model_of()
+    amp.keep_float(model.b)
+    fully_shard(model.norm, mesh=alone(), mp_policy=amp.fsdp_policy("O0"))
+    fully_shard(model.a, mesh=alone(), mp_policy=amp.fsdp_policy(level))
+    return fully_shard(model, mesh=alone(), mp_policy=amp.fsdp_policy(level, root=True))
+
+
+def kept_in_half(level: str) -> nn.Module:
+    model = model_of()
+    amp.keep_float(model.b)
+    fully_shard(model.norm, mesh=alone(), mp_policy=amp.fsdp_policy("O0"))
+    fully_shard(model.b, mesh=alone(), mp_policy=amp.fsdp_policy(level))
+    return fully_shard(model, mesh=alone(), mp_policy=amp.fsdp_policy(level, root=True))
+
+
 SAID: list[tuple[Callable[[str], nn.Module], str]] = [
     (without_a_policy, "Call fully_shard(model, mp_policy=amp.fsdp_policy('{level}', root=True))"),
     (of_the_other_half, "Call fully_shard(model.a, mp_policy=amp.fsdp_policy('{level}'))"),
     (reduced_in_half, "model was sharded with MixedPrecisionPolicy(reduce_dtype=None)"),
     (half_outputs, "model was sharded with MixedPrecisionPolicy(output_dtype=None)"),
-    (norm_in_a_unit, "Call fully_shard(norm, mp_policy=amp.fsdp_policy('O0')) on each batch norm"),
+    (norm_in_a_unit, "Call fully_shard(module, mp_policy=amp.fsdp_policy('O0')) on each batch norm"),
     (norm_in_half, "Call fully_shard(model.norm, mp_policy=amp.fsdp_policy('O0'))"),
+    (kept_in_a_unit, "model has a Linear in its unit of fully_shard, which {level} keeps in FP32."),
+    (kept_alone_in_a_unit, "model has a Linear in its unit of fully_shard, which {level} keeps in FP32."),
+    (kept_in_half, "Call fully_shard(model.b, mp_policy=amp.fsdp_policy('O0'))"),
     (a_part, "Parameter norm.weight of Normed is in no unit of fully_shard"),
     (half_before, "Call model.float() before fully_shard."),
 ]
@@ -154,6 +180,31 @@ def test_outputs_in_half_are_taken_where_they_are_asked_for(level: str) -> None:
     model = half_outputs(level)
     amp.initialize(model, sgd(model), opt_level=level, verbosity=0, cast_model_outputs=HALF[level])
     assert model(torch.randn(4, 8)).dtype == HALF[level]
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("by", ["keep_float", "policy"])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_kept_module_in_a_unit_of_its_own_computes_in_float32(level: str, by: str) -> None:
+    model = model_of()
+    if by == "keep_float":
+        amp.keep_float(model.b)
+    fully_shard(model.norm, mesh=alone(), mp_policy=amp.fsdp_policy("O0"))
+    fully_shard(model.b, mesh=alone(), mp_policy=amp.fsdp_policy("O0"))
+    fully_shard(model.a, mesh=alone(), mp_policy=amp.fsdp_policy(level))
+    fully_shard(model, mesh=alone(), mp_policy=amp.fsdp_policy(level, root=True))
+    optimizer = sgd(model)
+    asked: Any = {"policy": amp.RunPolicy(level, keep_float=["b"])} if by == "policy" else {"opt_level": level}
+    amp.initialize(model, optimizer, verbosity=0, **asked)
+    types: set[Any] = set()
+    model.b.register_forward_hook(lambda _, args, output: types.add((args[0].dtype, output.dtype)))
+    before = model.b.weight.to_local().clone()
+    loss = model(torch.randn(4, 8)).square().mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert types == {(torch.float32, HALF[level])}
+    assert not torch.equal(model.b.weight.to_local(), before)
 
 
 # --- training -----------------------------------------------------------------------------------------

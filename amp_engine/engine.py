@@ -405,7 +405,11 @@ class Engine:
         Raises AmpStateError before `initialize`, AmpIndexError for an unknown loss_id.
         """
         policy = self._initialized_policy("get_scale")
-        return self._scaling.scaler(loss_id).snapshot().scale.clone() if policy.enabled else torch.ones(())
+        return (
+            self._scaling.scaler(loss_id).snapshot().scale.clone()
+            if policy.enabled
+            else torch.ones((), dtype=torch.float32)
+        )
 
     def scale(self, loss: Tensor, loss_id: int = 0) -> Tensor:
         """`loss.float() * scale`, to call `torch.autograd.grad` on: for gradient penalties and other double backwards.

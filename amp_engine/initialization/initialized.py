@@ -281,6 +281,7 @@ class Initialized:
         if record.rows.is_shown or not record.rows.can_show:
             yield
             return
+        record.rows.adopt()
         record.hand_out()
         try:
             with record.rows.shown():

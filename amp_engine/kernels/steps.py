@@ -58,7 +58,7 @@ class StepTable(Protocol):
 
 def step_table(
     formula: str,
-    weights: Sequence[Tensor],
+    weights: TensorList,
     copies: TensorList,
     state1: TensorList,
     state2: TensorList,

@@ -16,7 +16,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import tensor_lists
-from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
+from amp_engine.optimizers.fused_step import FusedStep, StepInput, own_fused_step
 from amp_engine.optimizers.rules import Rule
 from amp_engine.optimizers.state_form import NORM
 
@@ -42,7 +42,12 @@ class FusedOptimizer(Optimizer):
 
     rule: ClassVar[Rule]
     settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes that copies and pickles keep
+    has_own_step: ClassVar[bool] = False  # True for a subclass that overrides `step`, which kernels then do not replace
     master_weights: bool = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.has_own_step |= "step" in vars(cls)
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
         self._refuse_missing_kernels(torch.device("cpu"))
@@ -96,8 +101,7 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         if not self.param_groups:
             return loss
-        fused = fused_step_of(self)
-        assert fused is not None
+        fused = own_fused_step(self)
         weights = [p for group in self.param_groups for p in group["params"]]
         gradients, accesses, _ = tensor_lists.gradients(weights)
         are_plain = tensor_lists.OTHER not in accesses and not tensor_lists.asks_for_gradients(weights)
@@ -207,7 +211,7 @@ class FusedOptimizer(Optimizer):
         norms = group.pop(NORM, None)
         for index in group["params"]:
             if step is not None and index in state:
-                state[index].setdefault("step", torch.tensor(float(step)))
+                state[index].setdefault("step", torch.tensor(float(step), dtype=torch.float32))
         if norms is not None:
             halves, singles = (list(chunk.flatten().unbind()) if isinstance(chunk, Tensor) else [] for chunk in norms)
             for index, p in zip(group["params"], params, strict=True):

@@ -86,7 +86,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         if not (isinstance(step, int) and step == 0):
             for group in self.param_groups:
                 for p in group["params"]:
-                    self.state[p]["step"] = torch.tensor(float(step), device="cpu")
+                    self.state[p]["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and copy its `lr` into a float32 tensor of shape [] on the device of its parameters."""

@@ -19,7 +19,7 @@ from amp_engine.ground.devices import moved
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.refusals import check_apart
-from amp_engine.optimizers.rules import TORCH_RULES, Rule, rule_of
+from amp_engine.optimizers.rules import TORCH_RULES, Rule, own_rule_of, rule_of
 from amp_engine.optimizers.state_form import StateForm
 from amp_engine.optimizers.step_table import Table
 
@@ -27,17 +27,26 @@ _FUSED_STEPS: weakref.WeakKeyDictionary[Optimizer, FusedStep] = weakref.WeakKeyD
 
 
 def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
-    """Return the FusedStep of `optimizer`, made at the first call, or None if the kernels do not know its class.
+    """Return the FusedStep of `optimizer`, made at the first call, or None if the kernels do not know its step.
 
-    They know torch.optim's Adam, AdamW and SGD (the classes themselves, not subclasses), and this package's own
-    optimizers.
+    They know torch.optim's Adam, AdamW and SGD, and this package's own optimizers; no subclass with another `step`.
     """
     fused = _FUSED_STEPS.get(optimizer)
     if fused is None:
         rule = rule_of(optimizer)
-        if rule is None:
-            return None
-        fused = _FUSED_STEPS[optimizer] = FusedStep(optimizer, rule)
+        return None if rule is None else _made(optimizer, rule)
+    return fused if fused.is_whole else None
+
+
+def own_fused_step(optimizer: Optimizer) -> FusedStep:
+    """Return the FusedStep with which the `step` of this package's own classes steps, made at the first call."""
+    rule = own_rule_of(optimizer)
+    assert rule is not None
+    return _FUSED_STEPS.get(optimizer) or _made(optimizer, rule)
+
+
+def _made(optimizer: Optimizer, rule: Rule) -> FusedStep:
+    fused = _FUSED_STEPS[optimizer] = FusedStep(optimizer, rule)
     return fused
 
 
@@ -104,6 +113,7 @@ class FusedStep:
 
     def __init__(self, optimizer: Optimizer, rule: Rule) -> None:
         self.rule = rule
+        self.is_whole = rule_of(optimizer) is not None  # False inside of a subclass with a step of its own
         self._optimizer = weakref.ref(optimizer)
         self._tables: list[Table] = []
         self._apart: dict[int, Apart] = {}  # by id of the parameter
@@ -299,7 +309,7 @@ class FusedStep:
         for name, inner in state.items():
             count = counts.get(id(inner.get(key)))
             if count is not None and self._form.keeps_step:
-                state[name] = inner = {**inner, key: torch.tensor(count, device="cpu")}
+                state[name] = inner = {**inner, key: torch.tensor(count, dtype=torch.float32, device="cpu")}
             if count == 0 and not self.rule.keeps_step:
                 state[name] = {**inner, self.rule.state1: None}
         return {**state_dict, "state": state}
@@ -312,16 +322,20 @@ class FusedStep:
         for device in dict.fromkeys(w.device for w in step.weights):
             if (reason := kernels.missing(device)) is not None:
                 return f"they are not compiled: {reason}"
-        dtypes = kernels.FLOATS if self._form.is_ours else (torch.float32,)
+        dtypes = self._dtypes
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         copies = step.copies or [None] * len(step.weights)
         rows = zip(step.params, step.weights, step.gradients, copies, groups, strict=True)
         for i, (p, w, g, c, group) in enumerate(rows):
             if is_sharded(w):
                 return f"parameter {i} is a {type(w).__name__}, which wraps other tensors"
+            if self._is_idle(w, c, g):
+                continue
             is_split = c is not None and c.dtype in kernels.REMAINDERS
             if (w.dtype not in dtypes and not is_split) or not kernels.is_dense(w) or kernels.is_lazy(w):
-                return f"parameter {i} is of another type, or has gaps in memory"
+                return (
+                    f"parameter {i}, of shape {tuple(w.shape)} and {w.dtype}, is of another type, or has gaps in memory"
+                )
             if g is not None and not (step.are_plain or _is_plain(g)):
                 layout = "" if g.layout is torch.strided else f" of layout {g.layout}"
                 return f"the gradient of parameter {i} is a {type(g).__name__} of {g.dtype}{layout}"
@@ -348,6 +362,15 @@ class FusedStep:
         except AmpValueError as e:
             return str(e)
         return None
+
+    @property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        """The types of weights that the kernels step, but for split ones."""
+        return kernels.FLOATS if self._form.is_ours else (torch.float32,)
+
+    def _is_idle(self, weight: Tensor, copy: Tensor | None, gradient: Tensor | None) -> bool:
+        """True if the kernels could not step a weight, and need not: it has no gradient, as frozen half weights."""
+        return gradient is None and copy is None and weight.dtype not in self._dtypes
 
     def _states(self, params: Sequence[Tensor]) -> list[dict[str, Any]]:
         state = self._live_optimizer().state
@@ -380,15 +403,16 @@ class FusedStep:
         start = [self._form.start(state, known) for state in self._states(params)]
         self._needs_state1 = [self.rule.needs_state1(group) for group in optimizer.param_groups]
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        for p, w, g, i in zip(params, weights, gradients, group_of, strict=True):
-            if g is not None and self._form.lacks(optimizer.state.get(p) or {}, self._needs_state1[i]):
-                self._form.fill(optimizer.state[p], p if is_sharded(p) else w, optimizer.param_groups[i])
-            if p in optimizer.state:
+        idle = {i for i, row in enumerate(zip(weights, copies, gradients, strict=True)) if self._is_idle(*row)}
+        for i, (p, w, g) in enumerate(zip(params, weights, gradients, strict=True)):
+            if g is not None and self._form.lacks(optimizer.state.get(p) or {}, self._needs_state1[group_of[i]]):
+                self._form.fill(optimizer.state[p], p if is_sharded(p) else w, optimizer.param_groups[group_of[i]])
+            if p in optimizer.state and i not in idle:
                 self._form.lay_out(optimizer.state[p], w)
         self._stateless = [
             row
             for row, (p, i) in enumerate(zip(params, group_of, strict=True))
-            if self._form.lacks(optimizer.state.get(p) or {}, self._needs_state1[i])
+            if row in idle or self._form.lacks(optimizer.state.get(p) or {}, self._needs_state1[i])
         ]
         by_device: dict[torch.device, list[int]] = {}
         for i, w in enumerate(weights):
@@ -399,10 +423,10 @@ class FusedStep:
                 self.rule,
                 rows=None if len(by_device) == 1 else rows,
                 device=device,
-                weights=[weights[i] for i in rows],
+                weights=[None if i in idle else weights[i] for i in rows],
                 copies=[copies[i] for i in rows],
                 groups=[group_of[i] for i in rows],
-                inner=[optimizer.state.get(params[i], {}) for i in rows],
+                inner=[{} if i in idle else optimizer.state.get(params[i], {}) for i in rows],
                 start=[start[i] for i in rows],
                 adopts=adopts,
                 keeps_step=self._form.keeps_step,

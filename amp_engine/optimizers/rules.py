@@ -114,6 +114,12 @@ TORCH_RULES: dict[type[Optimizer], Rule] = {
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
-    """Return the rule for the class of `optimizer`, or None if the kernels do not know it."""
-    rule = getattr(type(optimizer), "rule", None) or TORCH_RULES.get(type(optimizer))
+    """Return the rule for the class of `optimizer`, or None if the kernels do not know its step."""
+    kind = type(optimizer)
+    return TORCH_RULES.get(kind) if getattr(kind, "has_own_step", True) else own_rule_of(optimizer)
+
+
+def own_rule_of(optimizer: Optimizer) -> Rule | None:
+    """Return the rule by which the `step` of a class of this package steps; None for other classes."""
+    rule = getattr(type(optimizer), "rule", None)
     return rule if isinstance(rule, Rule) else None

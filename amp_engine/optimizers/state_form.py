@@ -56,7 +56,7 @@ class StateForm:
             if value.device != weight.device:
                 return f"is on {weight.device}, and its {name} on {value.device}"
             is_widened = self.is_ours or self._rule.keeps_step
-            if not value.is_floating_point() or not (is_widened or value.dtype == torch.float32):
+            if not value.is_floating_point() or not (is_widened or value.dtype in (torch.float32, self.dtype)):
                 return f"has a {name} of {value.dtype}"
             if is_shard and not self.fits(value, weight):
                 return f"has a {name} in shards of another type, or in another order in memory"
@@ -95,12 +95,12 @@ class StateForm:
         """Initialize missing state as torch does at a tensor's first gradient. A DTensor gets DTensor moments."""
         rule = self._rule
         if self.keeps_step and state.get("step") is None:
-            state["step"] = torch.tensor(0.0, device="cpu")
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         for name in self.moments if rule.needs_state1(group) else self.moments[1:]:
             if state.get(name) is None:
                 state[name] = self._zeros(weight)
         if rule.keeps_norm and state.get(NORM) is None:
-            state[NORM] = torch.zeros((), device="cpu")
+            state[NORM] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def lay_out(self, state: dict[str, Any], weight: Tensor) -> None:
         """Bring the moments into `dtype` and the weight's order in memory: those of a checkpoint may differ."""

@@ -25,7 +25,7 @@ class Table:
         *,
         rows: list[int] | None,
         device: torch.device,
-        weights: list[Tensor],
+        weights: list[Tensor | None],
         copies: list[Tensor | None],
         groups: list[int],
         inner: list[dict[str, Any]],

@@ -91,8 +91,8 @@ def _references(param: nn.Parameter) -> int:
 
 @cache
 def _references_of_none_else() -> int:
-    alone = nn.Parameter(torch.zeros(1, device="cpu"))
-    alone.grad = torch.zeros(1, device="cpu")
+    alone = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    alone.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
     return _references(alone)
 
 

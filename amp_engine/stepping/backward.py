@@ -166,8 +166,8 @@ class Backward:
             largest = torch.stack([moved(one, device) for one in found]).max() if found else None
             # Ranks that reduce gradients by themselves have the same gradients, but different losses.
             return largest, None if has_ranks() else bad
-        numbers = [moved(one, device) for one in found] or [torch.zeros((), device=device)]
-        both = torch.stack([torch.stack(numbers).max(), torch.zeros((), device=device) if bad is None else bad])
+        numbers = [moved(one, device) for one in found] or [torch.zeros((), dtype=torch.float32, device=device)]
+        both = torch.stack([torch.stack(numbers).max(), torch.zeros_like(numbers[0]) if bad is None else bad])
         for group in groups:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
         are_all = any(dist.get_world_size(group) == dist.get_world_size() for group in groups)

@@ -324,7 +324,7 @@ class Remainder(Beside):
     def widen(self) -> nn.Parameter:
         """Return `weight`, with the value and the gradient: the same object each time. Other memory than before."""
         if self.weight is None:
-            self.weight = nn.Parameter(torch.empty(0, device=self.param.device))
+            self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32, device=self.param.device))
             vars(self.weight).update(vars(self.param))
         param = self.param.detach()
         value = torch.empty_like(param, dtype=torch.float32)
@@ -357,7 +357,8 @@ class Remainder(Beside):
     def free(self) -> None:
         """Free `weight` and its gradient."""
         if self.weight is not None:
-            self.weight.grad, self.weight.data = None, torch.empty(0, device=self.param.device)
+            self.weight.grad = None
+            self.weight.data = torch.empty(0, dtype=torch.float32, device=self.param.device)
 
     def _take_gradient(self, wide: Tensor | None) -> None:
         own = self.param.grad
@@ -548,9 +549,9 @@ class Adoption:
         if (reason := kernels.missing(masters[0].weight.device)) is not None:
             raise AmpValueError(reason)
         weights, params = [m.weight for m in masters], [m.param for m in masters]
-        zeros = torch.zeros(max(w.numel() for w in weights), device=weights[0].device)
+        zeros = torch.zeros(max(w.numel() for w in weights), dtype=torch.float32, device=weights[0].device)
         none: list[Tensor | None] = [None] * len(weights)
-        steps = torch.zeros(len(weights), device=weights[0].device)
+        steps = torch.zeros(len(weights), dtype=torch.float32, device=weights[0].device)
         self._gradients = [zeros.as_strided(w.shape, w.stride()) for w in weights]
         self._table = kernels.step_table("sgd", weights, params, none, none, [0] * len(weights), steps, adopts=True)
 

@@ -150,8 +150,9 @@ class Release:
             return None
         device = grad.device
         if device not in self._flags:
-            self._flags[device] = torch.zeros(len(self._record.columns.params), device=device)
-            self._numbers[device] = torch.ones((), device=device), torch.zeros((), device=device)
+            self._flags[device] = torch.zeros(len(self._record.columns.params), dtype=torch.float32, device=device)
+            one = torch.ones((), dtype=torch.float32, device=device)
+            self._numbers[device] = one, torch.zeros_like(one)
         flag = self._flags[device][row]
         scale, norm = self._numbers[device]
         self._check.run([grad], None, scale, flag, norm)

@@ -330,7 +330,7 @@ class Rows:
             return
         self._looks -= 1
         if count is None and len(moved) > len(self._known) // 2:  # a decay by hand, of which rounding may leave nothing
-            self._writes.append(devices.HostNumbers(torch.ones(1)))
+            self._writes.append(devices.HostNumbers(torch.ones(1, dtype=torch.float32)))
             return
         differ = [one.differs(count) for one in moved if one.param.device == device]
         self._writes.append(devices.HostNumbers(torch.stack(differ).any().float().reshape(1)))

@@ -277,6 +277,8 @@ class StepHook:
             )
         record.check_first_use()
         record.follow_writes()
+        if record.rows.is_shown:  # else a step would take what the caller wrote into a master for an older value
+            record.rows.write_back()
         self._owner.close_into(record)
 
     # Before a step.

@@ -108,7 +108,8 @@ def _answer(record: Record, has_part: bool) -> tuple[str, str]:
         )
     if columns.has_shards and rule.reads_sums:
         return OWN, "It needs the norms of whole tensors, of which this rank has shards."
-    if not is_ours and any(w.dtype is not torch.float32 for w in columns.weights) and not rows.splits:
+    trained = [w for p, w in zip(columns.params, columns.weights, strict=True) if p.requires_grad]
+    if not is_ours and any(w.dtype is not torch.float32 for w in trained) and not rows.splits:
         return OWN, "It steps weights in half, without masters; of torch.optim's classes the kernels step FP32."
     fused = fused_step_so_far(optimizer)
     if (fused is None or not fused.has_stepped) and record.pending.steps > record.pending.skips:

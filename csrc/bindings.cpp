@@ -352,6 +352,9 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "any_other", [](ParamsOrList const& params) { return any_other(in(params)); },
       "True if the kernels cannot take the gradient of one of the parameters.");
+  m.def(
+      "count_apart", [](ParamsOrList const& tensors) { count_apart(in(tensors)); },
+      "Give tensors that count their writes together a count each.");
   m.def("same_objects", &same_objects, "True if two sequences have the same objects, by identity.");
   m.def("same_entries", &same_entries, "True if each dictionary has its object under each name.");
   m.def(

@@ -118,6 +118,36 @@ at::Tensor Place::laid_out_as(at::Tensor const& half) const {
   return made;
 }
 
+void count_apart(Tensors const& tensors) {
+  auto const counter = [](at::Tensor const& t) -> c10::VariableVersion const& {
+    return t.unsafeGetTensorImpl()->version_counter();
+  };
+  std::vector<at::Tensor> shared;  // with anything; one write counted for each shows which of them share
+  for_each(tensors, [&](size_t, at::Tensor const& t) {
+    if (counter(t).enabled() && !counter(t).unique()) {
+      shared.push_back(t);
+    }
+  });
+  std::vector<uint32_t> before;
+  for (at::Tensor const& t : shared) {
+    before.push_back(version_of(t));
+  }
+  for (at::Tensor const& t : shared) {
+    t.unsafeGetTensorImpl()->bump_version();
+  }
+  std::vector<bool> together;
+  for (size_t i = 0; i < shared.size(); ++i) {
+    together.push_back(version_of(shared[i]) > before[i] + 1);
+  }
+  for (size_t i = 0; i < shared.size(); ++i) {
+    c10::VariableVersion count = counter(shared[i]);
+    count.set_version(before[i]);
+    if (together[i]) {
+      shared[i].unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(before[i]));
+    }
+  }
+}
+
 Mark Mark::of(at::Tensor const& t) {
   void const* const storage = t.has_storage() ? &storage_of(t) : nullptr;
   return {storage, t.const_data_ptr(), version_or_none(t), t.scalar_type(), t.device()};

@@ -31,6 +31,10 @@ struct Mark {
   bool operator==(Mark const&) const = default;
 };
 
+// Gives distinct tensors that count their writes together, as parameters made of views of one tensor do, a count each.
+// Writes through other views of that tensor no longer count for them.
+void count_apart(Tensors const& tensors);
+
 // The mark of a parameter's gradient. It tells if the gradient was replaced or written, as long as the gradient is
 // alive. `memory` detects `grad.data = x`, which does not bump the version.
 struct GradientMark {

@@ -30,6 +30,7 @@ from amp_engine.ground.distributed import (
 )
 from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks, is_low_precision, parse_dtype
 from amp_engine.kernels import CODES, missing
+from amp_engine.kernels.layout import address_of
 from amp_engine.levels.fsdp import check_shards
 from amp_engine.levels.policy import SPLIT, Policy
 from amp_engine.levels.scale_rule import DynamicLossScale
@@ -197,6 +198,24 @@ def check_models(
                 raise AmpStateError(
                     f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
                     "through the model, then call amp.initialize."
+                )
+    if policy.cast_model_type in LOW_PRECISION:
+        _refuse_tied_by_data(models, str(policy.opt_level))
+
+
+def _refuse_tied_by_data(models: Sequence[nn.Module], opt_level: str) -> None:
+    """Raise AmpStateError for two parameters in the same memory: each would get a copy, or a master, of its own."""
+    found: dict[tuple[torch.device, int], tuple[nn.Parameter, str]] = {}
+    for model in models:
+        for name, param in model.named_parameters():
+            if param.layout is not torch.strided or param.is_meta or is_sharded(param) or param.numel() == 0:
+                continue
+            known, place = f"{name} of {type(model).__name__}", (param.device, address_of(param))
+            first, other = found.setdefault(place, (param, known))
+            if first is not param and place[1] != 0 and (first.requires_grad or param.requires_grad):
+                raise AmpStateError(
+                    f"Parameter {known} has the memory of {other}: tied by .data, they would part at {opt_level}.  "
+                    "Make them one parameter, as in head.weight = embedding.weight, before you make the optimizer."
                 )
 
 

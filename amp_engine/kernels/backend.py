@@ -155,6 +155,13 @@ class TensorLists(Protocol):
         """True if the access to the gradient of any of `params` is OTHER."""
         ...
 
+    def count_apart(self, tensors: Sequence[Tensor], /) -> None:
+        """Give distinct tensors that count their writes together, such as views of one tensor, a version each.
+
+        Writes through other views of that tensor no longer move the versions of these. In Python nothing is done.
+        """
+        ...
+
     def same_objects(self, a: Sequence[object], b: Sequence[object], /) -> bool:
         """True if two lists or tuples hold the identical objects. `==` would compare the elements of tensors."""
         ...

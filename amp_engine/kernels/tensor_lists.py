@@ -32,6 +32,7 @@ replace_gradients = TENSOR_LISTS.replace_gradients
 any_gradient = TENSOR_LISTS.any_gradient
 any_graph = TENSOR_LISTS.any_graph
 any_other = TENSOR_LISTS.any_other
+count_apart = TENSOR_LISTS.count_apart
 same_objects = TENSOR_LISTS.same_objects
 same_entries = TENSOR_LISTS.same_entries
 discard_gradients = TENSOR_LISTS.discard_gradients

@@ -19,7 +19,7 @@ from amp_engine.ground.devices import moved
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.refusals import check_apart
-from amp_engine.optimizers.rules import TORCH_RULES, Rule, own_rule_of, rule_of
+from amp_engine.optimizers.rules import TORCH_RULES, Rule, own_rule_of, rule_of, unsupported
 from amp_engine.optimizers.state_form import StateForm
 from amp_engine.optimizers.step_table import Table
 
@@ -249,6 +249,16 @@ class FusedStep:
             self.has_stepped = True
         known.table.native.step([laid_out_as(weight, grad)], b"\0", [self.rule.hyperparameters(group)], None, found_inf)
 
+    def check_groups(self) -> None:
+        """Raise AmpStateError for a setting of a group that `step_apart` would not follow."""
+        optimizer = self._live_optimizer()
+        if (asked := unsupported(self.rule, optimizer.param_groups)) is not None:
+            raise AmpStateError(
+                f"A group of {type(optimizer).__name__} has {asked}, which the kernels do not compute, and with "
+                "release_gradients and masters_on they alone step.  Nothing was stepped.  Take that back, or leave "
+                "these two out of amp.initialize."
+            )
+
     @staticmethod
     def check_apart(grad: Tensor) -> None:
         """Raise AmpStateError for a gradient that `step_apart` does not take."""
@@ -317,8 +327,8 @@ class FusedStep:
     def obstacle(self, step: StepInput) -> str | None:
         """Explain why the kernels cannot step these tensors with these settings and this state; None if they can."""
         optimizer = self._live_optimizer()
-        if not all(map(self.rule.supports, optimizer.param_groups)):
-            return "a setting of its groups is none that the kernels know"
+        if (asked := unsupported(self.rule, optimizer.param_groups)) is not None:
+            return f"a group has {asked}, which the kernels do not compute"
         for device in dict.fromkeys(w.device for w in step.weights):
             if (reason := kernels.missing(device)) is not None:
                 return f"they are not compiled: {reason}"

@@ -123,3 +123,11 @@ def own_rule_of(optimizer: Optimizer) -> Rule | None:
     """Return the rule by which the `step` of a class of this package steps; None for other classes."""
     rule = getattr(type(optimizer), "rule", None)
     return rule if isinstance(rule, Rule) else None
+
+
+def unsupported(rule: Rule, groups: Sequence[Group]) -> str | None:
+    """Return what one of `groups` asks for that the kernels do not compute, such as "amsgrad=True"; else None."""
+    group = next((group for group in groups if not rule.supports(group)), None)
+    if group is None:
+        return None
+    return next((f"{name}=True" for name in ("amsgrad", "differentiable") if group.get(name)), "betas that are tensors")

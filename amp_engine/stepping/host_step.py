@@ -37,9 +37,10 @@ class HostStep:
     def check(self) -> None:
         """Raise AmpStateError for what `step` cannot do, before it or another call has changed anything.
 
-        That is the capture of a CUDA graph, in which no CPU steps, a gradient that is not dense, and an FP32 parameter
-        on a device without kernels.
+        That is the capture of a CUDA graph, in which no CPU steps, a setting that the kernels do not compute, a
+        gradient that is not dense, and an FP32 parameter on a device without kernels.
         """
+        self._fused.check_groups()
         columns = self._record.columns
         params = columns.params
         for param, one in zip(params, columns.beside, strict=True):

@@ -102,6 +102,7 @@ class Release:
     def _begin(self, param: Tensor) -> None:
         """Before the first parameter of a step. Raises AmpStateError where no step may run in the backward."""
         record = self._record
+        self._fused.check_groups()
         record.follow_writes(rounds=False)
         self._follow_groups()
         name, why = type(record.optimizer).__name__, ""

@@ -197,6 +197,7 @@ class Rows:
         self.columns = _columns_of(params, known)
         self.scans += 1
         both = list(known.values())
+        tensor_lists.count_apart([one.param for one in both])
         pairs = Pairs([one.param for one in both], [one.weight for one in both if isinstance(one, Master)])
         for place, one in enumerate(both):
             one.enter(pairs, place)
@@ -431,10 +432,12 @@ class Rows:
         self.write_back()
 
     def _narrow(self) -> None:
-        step = self._next_rounding()
+        step, narrowed = self._next_rounding(), list(self._wide)
         while self._wide:
             self._wide[-1].narrow(step)
             self._wide.pop()
+        for one in narrowed:  # again: views of one tensor count their writes together where there are no kernels
+            one.mark()
 
     def _next_rounding(self) -> int:
         """Return the number of this rounding of masters, from 1; for those of 24 bits the first group keeps it."""

@@ -119,3 +119,8 @@ class Stash(ByGroup):
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
         """`fp32_from_fp16_groups` in one list."""
         return list(chain.from_iterable(self.fp32_from_fp16_groups))
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
+        """`fp32_from_fp32_groups` in one list."""
+        return list(chain.from_iterable(self.fp32_from_fp32_groups))

@@ -307,7 +307,7 @@ def check_optimizers(
                 raise AmpStateError(
                     f"{type(optimizer).__name__} steps by its .{name} ({type(inner).__name__}), which FP32 masters "
                     f"would never reach.  Pass the {type(inner).__name__} alone to amp.initialize, or choose "
-                    "opt_level='O4' (or 'O1'), where the parameters are FP32."
+                    "opt_level='O4', where the parameters are FP32."
                 )
             # In a list: of optimizers that step a part each.
             if "[" not in name and not shares_groups(optimizer, inner):

@@ -124,7 +124,8 @@ def _names_used(kind: type) -> set[str]:
     """Return the names that a class's methods use, without `__init__` and methods of torch."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing")]
     methods = (value for base in bases for name, value in vars(base).items() if name != "__init__")
-    codes = [inspect.unwrap(one).__code__ for one in methods if isinstance(one, types.FunctionType)]
+    functions = (value.fget if isinstance(value, property) else value for value in methods)
+    codes = [inspect.unwrap(one).__code__ for one in functions if isinstance(one, types.FunctionType)]
     for code in codes:  # grows in the loop
         codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return {name for code in codes for name in code.co_names}

@@ -12,8 +12,8 @@ import math
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -178,6 +178,19 @@ def _ghost_of_unknown(optimizer: Optimizer, needs_parameters: bool) -> Optimizer
         if name in vars(ghost):
             vars(ghost)[name] = _ghost_of_unknown(inner, needs_parameters)
     return ghost
+
+
+@contextmanager
+def _without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            if param.grad is None:
+                param.grad = grad
 
 
 def _copied(value: Any) -> Any:
@@ -460,14 +473,19 @@ class StepHook:
         optimizer = self._record.optimizer
         if fused_step_of(optimizer) is not None:
             return self._ghost(args, kwargs)
-        if self._fails_empty is None:
-            try:
-                with torch.no_grad():
-                    unhooked_step(optimizer)(_ghost_of_unknown(optimizer, False), *args[1:], **kwargs)
-                self._fails_empty = False
-            except Exception:  # any class raises its own error when it finds nothing to step
-                self._fails_empty = True
-        return self._ghost(args, kwargs)
+        with ExitStack() as undo:
+            # A class may keep parameters in attributes, which the ghost has: without gradients it leaves them alone.
+            undo.enter_context(_without_gradients(self._record.columns.params))
+            if self._fails_empty is None:
+                try:
+                    with torch.no_grad():
+                        unhooked_step(optimizer)(_ghost_of_unknown(optimizer, False), *args[1:], **kwargs)
+                    self._fails_empty = False
+                except Exception:  # any class raises its own error when it finds nothing to step
+                    self._fails_empty = True
+            replaced = self._ghost(args, kwargs)
+            self._opened(undo.pop_all())
+        return replaced
 
     def _ghost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with a ghost that steps nothing."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amp_engine import AmpGradientWarning, AmpStateError, amp
+from amp_engine import AmpGradientWarning, AmpStateError, amp, kernels
 from amp_engine.optimizers import FusedAdam
 from tests.models import MLP
 from tests.support import (
@@ -29,6 +29,8 @@ from tests.support import (
     train,
     weights_of,
 )
+
+FUSED = pytest.mark.skipif(not kernels.has_native(torch.device("cpu")), reason="only compiled kernels step FusedAdam")
 
 
 class CountsInGroup(Optimizer):
@@ -319,6 +321,129 @@ def test_an_optimizer_that_steps_parameters_beside_its_groups_is_refused_with_ma
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert_bitwise(frozen(model.state_dict()), before)
     assert not optimizer._optimizer_step_pre_hooks
+
+
+class StepsByName(StepsElsewhere):
+    """Reaches the parameters that it keeps by a property."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, "groups")
+        self.named = dict(model.named_parameters())
+
+    @property
+    def all(self) -> Any:
+        return self.named.values()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.all:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+
+def test_parameters_that_a_property_reaches_are_found() -> None:
+    model = MLP.model()
+    with pytest.raises(RuntimeError, match=r"StepsByName keeps parameters in its \.named"):
+        amp.initialize(model, StepsByName(model), opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize("place", ["list", "nested", "model", "function", "groups", "property"])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_skip_leaves_parameters_beside_the_groups_alone(level: str, place: str) -> None:
+    model = MLP.model()
+    optimizer = StepsByName(model) if place == "property" else StepsElsewhere(model, place)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = frozen(model.state_dict())
+    for _ in range(2):
+        train(MLP, model, optimizer, "o")
+        assert amp.last_step(optimizer).skipped
+        assert_bitwise(frozen(model.state_dict()), before)
+    assert all(p.grad is not None for p in model.parameters())
+    train(MLP, model, optimizer, "c")
+    assert not any(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("way", ["in place", "data"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("keywords", [{}, {"master_weights": "split"}], ids=str)
+def test_a_step_inside_of_on_masters_keeps_what_was_written_there(
+    keywords: dict[str, Any], make: Any, way: str
+) -> None:
+    """As SAM does at the end of its second step."""
+    weights = []
+    for steps_inside in (True, False):
+        model = MLP.model().bfloat16()
+        optimizer = make(model.parameters(), lr=1e-2)
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **keywords)
+        for index in range(2):
+            MLP.loss(model, MLP.batch(index)).backward()
+            with amp.on_masters(optimizer), torch.no_grad():
+                for master in entries_of(optimizer):
+                    (master.data if way == "data" else master).add_(0.25)
+                if steps_inside:
+                    optimizer.step()
+            if not steps_inside:
+                optimizer.step()
+            optimizer.zero_grad()
+        weights.append(frozen(model.state_dict()))
+        amp.close()
+    for start, one in zip(MLP.model().parameters(), weights[0].values(), strict=True):
+        assert (one - 0.5 - start).abs().max() < 0.3
+    for name, one in weights[0].items():
+        torch.testing.assert_close(one, weights[1][name], rtol=0, atol=1e-6)
+
+
+def test_what_was_written_through_data_before_on_masters_is_kept_in_it() -> None:
+    model = MLP.model().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    MLP.loss(model, MLP.batch(0)).backward()
+    first = next(model.parameters())
+    first.data.fill_(0.75)
+    with amp.on_masters(optimizer):
+        assert torch.equal(entries_of(optimizer)[0].detach(), torch.full_like(first, 0.75, dtype=torch.float32))
+        optimizer.step()
+    assert (first.float() - 0.75).abs().max() < 0.01
+
+
+class SignedAdam(FusedAdam):
+    """Has a step of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in entries_of(self):
+            if param.grad is not None:
+                param.sub_(param.grad.sign(), alpha=0.25)
+
+
+class Clamped(FusedAdam):
+    """Does more than the step of its class."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for param in entries_of(self):
+            param.clamp_(-0.125, 0.125)
+
+
+@FUSED
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_subclass_of_ours_steps_by_its_own_step(level: str) -> None:
+    for kind, most in ((SignedAdam, 0.25), (Clamped, None)):
+        model = MLP.model()
+        start = [p.detach().clone() for p in model.parameters()]
+        optimizer = kind(model.parameters(), lr=1e-3)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        train(MLP, model, optimizer, "c")
+        exact = [master for _, master in amp.named_masters(model)]
+        if most is None:
+            assert max(float(p.detach().abs().max()) for p in exact) <= 0.125
+            assert not all(torch.equal(one, other) for one, other in zip(exact, start, strict=True))
+        else:
+            moved = [(one - other).abs().max().item() for one, other in zip(exact, start, strict=True)]
+            assert all(abs(one - most) < 1e-2 for one in moved)
+        train(MLP, model, optimizer, "o" if level in ("O1", "O2") else "c", first=1)
+        amp.close()
 
 
 class Around(Optimizer):

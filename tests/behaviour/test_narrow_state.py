@@ -385,3 +385,67 @@ def test_a_skipped_step_leaves_both_halves() -> None:
     before = exact(model), frozen(optimizer.state_dict())
     train(NORMED_MLP, model, optimizer, "o", first=2)
     assert_bitwise((exact(model), frozen(optimizer.state_dict())), before)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("form", [{}, {"moment_dtype": torch.bfloat16}, {"moment_dtype": "8bit"}], ids=str)
+def test_a_frozen_half_weight_leaves_the_others_to_the_kernels(name: str, form: dict[str, Any]) -> None:
+    """As it is in the groups of a LoRA, and until it is trained."""
+    weights = []
+    for is_given in (True, False):
+        model = MLP.model()
+        first = model[0].weight.requires_grad_(False)
+        optimizer = OPTIMIZERS[name]([p for p in model.parameters() if is_given or p is not first])
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **form)
+        train(MLP, model, optimizer, "cc")
+        assert [one.by for one in amp.receipt().optimizers] == ["compiled kernels"]
+        first.requires_grad_(True)
+        if not is_given:
+            optimizer.add_param_group({"params": [first]})
+        train(MLP, model, optimizer, "ccc", first=2)
+        assert [one.by for one in amp.receipt().optimizers] == ["compiled kernels"]
+        weights.append(model.state_dict())
+        amp.close()
+    for one, other in zip(*(each.values() for each in weights), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if form == {} else 5e-3)
+
+
+@pytest.mark.parametrize("form", [{}, *NARROW.values(), {"moment_dtype": "8bit"}], ids=str)
+def test_an_empty_parameter_is_stepped_with_others(form: dict[str, Any]) -> None:
+    weights = []
+    for empty in (0, 1):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(40).bfloat16()) for _ in range(2)]
+        all_of_them = [*[nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))] * empty, *params]
+        optimizer = adamw(all_of_them)
+        amp.initialize(nn.ParameterList(all_of_them), optimizer, opt_level="O5", verbosity=0, **form)
+        for step in range(4):
+            for p in all_of_them:
+                p.grad = None if step == 1 and p is params[1] else torch.ones_like(p)
+            optimizer.step()
+            if step == 2:
+                optimizer.load_state_dict(frozen(optimizer.state_dict()))
+        weights.append([exact_value(p) for p in params])
+        amp.close()
+    assert len(weights[0]) == 2
+    if form.get("master_weights") == "24bit" or "moment_dtype" in form:  # chance depends on the place in the list
+        torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-3)
+    else:
+        assert_bitwise(weights[0], weights[1])
+
+
+def test_a_default_type_of_half_changes_nothing() -> None:
+    batches, results = [NORMED_MLP.batch(index) for index in range(3)], []
+    for default in (torch.float32, torch.bfloat16):
+        model, optimizer = started(release_gradients=True, **NARROW["seven bytes"])
+        torch.set_default_dtype(default)
+        try:
+            for batch in batches:
+                NORMED_MLP.loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append((frozen(model.state_dict()), frozen(optimizer.state_dict())))
+        finally:
+            torch.set_default_dtype(torch.float32)
+            amp.close()
+    assert_bitwise(results[1], results[0])

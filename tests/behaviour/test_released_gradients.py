@@ -21,7 +21,7 @@ from tests.behaviour.test_resume import checkpoint as saved_run
 from tests.behaviour.test_resume import resumed
 from tests.models import CNN, LSTM, MLP, NORMED_MLP
 from tests.ranks import on_ranks
-from tests.support import assert_bitwise, momentum_sgd, optimizer_values, train
+from tests.support import assert_bitwise, frozen, momentum_sgd, optimizer_values, train
 
 pytestmark = pytest.mark.skipif(not kernels.has_native(torch.device("cpu")), reason="only compiled kernels step so")
 
@@ -486,3 +486,20 @@ def test_a_parameter_that_is_unfrozen_is_released_from_its_second_step_on(form: 
         ends.append(dict(model.state_dict()))
         amp.close()
     torch.testing.assert_close(*ends)  # with a frozen one torch's own step is taken without release
+
+
+@pytest.mark.parametrize("keywords", [{"release_gradients": True}, {"masters_on": "cpu"}], ids=str)
+def test_a_setting_that_comes_later_and_kernels_do_not_compute_is_refused(keywords: dict[str, Any]) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **keywords)
+    optimizer.param_groups[0]["amsgrad"] = True
+    before = frozen(model.state_dict())
+
+    def iterate() -> None:
+        MLP.loss(model, MLP.batch(0)).backward()
+        optimizer.step()
+
+    with pytest.raises(AmpStateError, match=r"A group of AdamW has amsgrad=True.*Nothing was stepped"):
+        iterate()
+    assert_bitwise(frozen(model.state_dict()), before)

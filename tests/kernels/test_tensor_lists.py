@@ -231,3 +231,25 @@ def _params_of(halves: Sequence[Tensor]) -> Any:
     for param, half in zip(params, halves, strict=True):
         param.grad = half
     return tensor_lists.params(params)
+
+
+def test_tensors_that_count_writes_together_count_apart_afterwards() -> None:
+    """In Python nothing is done, as nothing can be."""
+    fused = torch.zeros(6)
+    alone, alias = nn.Parameter(torch.zeros(2)), torch.zeros(2)
+    params = [*map(nn.Parameter, fused.chunk(3)), alone, nn.Parameter(alias)]
+    with torch.no_grad():
+        fused.add_(1.0)
+    before = [p._version for p in params]
+    if tensor_lists.count_apart.__module__.startswith("amp_engine.kernels."):
+        tensor_lists.count_apart(params)
+        assert params[0]._version == params[1]._version
+        return
+    tensor_lists.count_apart(params)
+    assert [p._version for p in params] == before
+    with torch.no_grad():
+        params[1].add_(1.0)
+    assert [p._version for p in params] == [before[0], before[1] + 1, *before[2:]]
+    assert torch.equal(fused, torch.tensor([1.0, 1.0, 2.0, 2.0, 1.0, 1.0]))  # the memory is still one
+    alias.add_(1.0)
+    assert params[4]._version == before[4] + 1  # shared with no tensor of the list, it is as it was

@@ -94,7 +94,7 @@ site: .venv/.extra-docs  ## the docs as a website, in build/site/index.html; a l
 	@echo "With the search: $(BIN)/python -m http.server -d build/site, then http://localhost:8000. Without it: build/site/index.html"
 
 # One release of each minor version, oldest first: the wheel fits all releases of each minor version.
-DIST_TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1
+DIST_TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 dist: export AMP_ENGINE_BUILD := $(or $(AMP_ENGINE_BUILD),cpu)
 dist:  ## for a release, half an hour: the sdist and a wheel for all of DIST_TORCHES, tried on the first and the last, in dist; AMP_ENGINE_BUILD=cuda where nvcc is
 	$(PYTHON) -m tests.wheels $(DIST_TORCHES) $(ARGS)

@@ -32,7 +32,7 @@ struct Mark {
 };
 
 // Gives distinct tensors that count their writes together, as parameters made of views of one tensor do, a count each.
-// Writes through other views of that tensor no longer count for them.
+// Writes through other views of that tensor no longer count for them, for autograd either.
 void count_apart(Tensors const& tensors);
 
 // The mark of a parameter's gradient. It tells if the gradient was replaced or written, as long as the gradient is

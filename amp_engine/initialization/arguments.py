@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
@@ -36,7 +36,7 @@ from amp_engine.levels.policy import SPLIT, Policy
 from amp_engine.levels.scale_rule import DynamicLossScale
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.base import FusedOptimizer
-from amp_engine.optimizers.rules import rule_of
+from amp_engine.optimizers.rules import own_rule_of, rule_of
 from amp_engine.optimizers.wrapped import (
     inner_optimizers,
     parameters_elsewhere,
@@ -199,12 +199,20 @@ def check_models(
                     f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
                     "through the model, then call amp.initialize."
                 )
-    if policy.cast_model_type in LOW_PRECISION:
-        _refuse_tied_by_data(models, str(policy.opt_level))
+    if ids or policy.master_weights:
+        _refuse_tied_by_data(models, policy, ids)
 
 
-def _refuse_tied_by_data(models: Sequence[nn.Module], opt_level: str) -> None:
-    """Raise AmpStateError for two parameters in the same memory: each would get a copy, or a master, of its own."""
+def _refuse_tied_by_data(models: Sequence[nn.Module], policy: Policy, changed: Set[int]) -> None:
+    """Raise AmpStateError for two parameters in the same memory, where each would get memory or a master of its own.
+
+    Args:
+        changed: ids of the parameters whose type the cast changes.
+    """
+
+    def parts(param: nn.Parameter) -> bool:
+        return id(param) in changed or (bool(policy.master_weights) and is_low_precision(param))
+
     found: dict[tuple[torch.device, int], tuple[nn.Parameter, str]] = {}
     for model in models:
         for name, param in model.named_parameters():
@@ -212,9 +220,10 @@ def _refuse_tied_by_data(models: Sequence[nn.Module], opt_level: str) -> None:
                 continue
             known, place = f"{name} of {type(model).__name__}", (param.device, address_of(param))
             first, other = found.setdefault(place, (param, known))
-            if first is not param and place[1] != 0 and (first.requires_grad or param.requires_grad):
+            is_trained = first.requires_grad or param.requires_grad
+            if first is not param and place[1] != 0 and is_trained and (parts(first) or parts(param)):
                 raise AmpStateError(
-                    f"Parameter {known} has the memory of {other}: tied by .data, they would part at {opt_level}.  "
+                    f"Parameter {known} has the memory of {other}: tied by .data, they part at {policy.opt_level}.  "
                     "Make them one parameter, as in head.weight = embedding.weight, before you make the optimizer."
                 )
 
@@ -447,8 +456,11 @@ def _check_stepped_apart(asked: str, optimizers: Sequence[Optimizer], devices: I
     for optimizer in optimizers:
         name, rule = type(optimizer).__name__, rule_of(optimizer)
         if rule is None or rule.formula == "lamb" or not all(map(rule.supports, optimizer.param_groups)):
+            why = "cannot step parameters one by one" + " as it is set" * (rule is not None and rule.formula != "lamb")
+            if rule is None and own_rule_of(optimizer) is not None:
+                why = "has a step() of its own, and kernels that step parameters one by one would pass it by"
             raise AmpStateError(
-                f"{asked} was given with {name}, which cannot step parameters one by one as it is set.  Use "
+                f"{asked} was given with {name}, which {why}.  Use "
                 "torch.optim's AdamW, Adam (without amsgrad) or SGD, or a fused optimizer other than LAMB."
             )
     for device in dict.fromkeys(devices) if optimizers else ():

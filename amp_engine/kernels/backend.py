@@ -158,7 +158,8 @@ class TensorLists(Protocol):
     def count_apart(self, tensors: Sequence[Tensor], /) -> None:
         """Give distinct tensors that count their writes together, such as views of one tensor, a version each.
 
-        Writes through other views of that tensor no longer move the versions of these. In Python nothing is done.
+        Writes through other views of that tensor no longer move the versions of these, by which autograd finds what was
+        written before a backward needs it. In Python nothing is done.
         """
         ...
 

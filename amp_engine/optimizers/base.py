@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
@@ -42,12 +43,12 @@ class FusedOptimizer(Optimizer):
 
     rule: ClassVar[Rule]
     settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes that copies and pickles keep
-    has_own_step: ClassVar[bool] = False  # True for a subclass that overrides `step`, which kernels then do not replace
     master_weights: bool = False
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        cls.has_own_step |= "step" in vars(cls)
+    @classmethod
+    def has_own_step(cls) -> bool:
+        """True for a subclass with another `step`, which kernels do not replace."""
+        return inspect.unwrap(cls.step) is not _STEP
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
         self._refuse_missing_kernels(torch.device("cpu"))
@@ -257,6 +258,9 @@ class FusedOptimizer(Optimizer):
                     f"{type(self).__name__} steps float32, float16 and bfloat16; parameter {i} is {p.dtype} with "
                     f"{'no' if g is None else f'a {g.dtype}'} gradient.  Use the optimizer of torch.optim for it."
                 )
+
+
+_STEP = inspect.unwrap(FusedOptimizer.step)  # of which torch makes a wrapper for each class
 
 
 def _one_order(master: Tensor, param: Tensor) -> bool:

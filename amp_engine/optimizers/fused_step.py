@@ -29,7 +29,8 @@ _FUSED_STEPS: weakref.WeakKeyDictionary[Optimizer, FusedStep] = weakref.WeakKeyD
 def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
     """Return the FusedStep of `optimizer`, made at the first call, or None if the kernels do not know its step.
 
-    They know torch.optim's Adam, AdamW and SGD, and this package's own optimizers; no subclass with another `step`.
+    They know torch.optim's Adam, AdamW and SGD themselves, and this package's optimizers, but for subclasses with
+    another `step`.
     """
     fused = _FUSED_STEPS.get(optimizer)
     if fused is None:
@@ -249,14 +250,13 @@ class FusedStep:
             self.has_stepped = True
         known.table.native.step([laid_out_as(weight, grad)], b"\0", [self.rule.hyperparameters(group)], None, found_inf)
 
-    def check_groups(self) -> None:
-        """Raise AmpStateError for a setting of a group that `step_apart` would not follow."""
+    def check_groups(self, option: str) -> None:
+        """Raise AmpStateError for a setting of a group that `step_apart`, for this option, would not follow."""
         optimizer = self._live_optimizer()
         if (asked := unsupported(self.rule, optimizer.param_groups)) is not None:
             raise AmpStateError(
                 f"A group of {type(optimizer).__name__} has {asked}, which the kernels do not compute, and with "
-                "release_gradients and masters_on they alone step.  Nothing was stepped.  Take that back, or leave "
-                "these two out of amp.initialize."
+                f"{option} they alone step.  Nothing was stepped.  Take that back, or leave {option} out."
             )
 
     @staticmethod
@@ -285,8 +285,12 @@ class FusedStep:
         self._form.dtype, self._form.counts = torch.float32, False
 
     def loaded(self, name: str, codes: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a moment of `param` that was saved in blocks; widened to `dtype` if this run keeps no blocks."""
-        return codes if self._form.dtype is codes.dtype else self._form.wide(name, codes, param).to(dtype)
+        """Return a moment of `param` that was saved in blocks, widened to `dtype` if this run keeps no blocks.
+
+        Other state in uint8 is returned as it is.
+        """
+        is_kept = self._form.dtype is codes.dtype or not self._form.is_in_blocks(name, codes, param)
+        return codes if is_kept else self._form.wide(name, codes, param).to(dtype)
 
     def forget(self) -> None:
         """Let go of the state of the last step, which other state has replaced."""
@@ -343,9 +347,8 @@ class FusedStep:
                 continue
             is_split = c is not None and c.dtype in kernels.REMAINDERS
             if (w.dtype not in dtypes and not is_split) or not kernels.is_dense(w) or kernels.is_lazy(w):
-                return (
-                    f"parameter {i}, of shape {tuple(w.shape)} and {w.dtype}, is of another type, or has gaps in memory"
-                )
+                known = " or ".join(map(str, dtypes))
+                return f"parameter {i}, {w.dtype} of shape {tuple(w.shape)}, is not {known}, or has gaps in memory"
             if g is not None and not (step.are_plain or _is_plain(g)):
                 layout = "" if g.layout is torch.strided else f" of layout {g.layout}"
                 return f"the gradient of parameter {i} is a {type(g).__name__} of {g.dtype}{layout}"

@@ -115,8 +115,9 @@ TORCH_RULES: dict[type[Optimizer], Rule] = {
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
     """Return the rule for the class of `optimizer`, or None if the kernels do not know its step."""
-    kind = type(optimizer)
-    return TORCH_RULES.get(kind) if getattr(kind, "has_own_step", True) else own_rule_of(optimizer)
+    rule = own_rule_of(optimizer)
+    kind: Any = type(optimizer)
+    return TORCH_RULES.get(kind) if rule is None else None if kind.has_own_step() else rule
 
 
 def own_rule_of(optimizer: Optimizer) -> Rule | None:
@@ -130,4 +131,5 @@ def unsupported(rule: Rule, groups: Sequence[Group]) -> str | None:
     group = next((group for group in groups if not rule.supports(group)), None)
     if group is None:
         return None
-    return next((f"{name}=True" for name in ("amsgrad", "differentiable") if group.get(name)), "betas that are tensors")
+    asked = [f"{name}=True" for name in ("amsgrad", "differentiable") if group.get(name)]
+    return asked[0] if asked else "betas that are tensors" if "betas" in group else "a setting"

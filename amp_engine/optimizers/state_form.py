@@ -116,6 +116,10 @@ class StateForm:
                 value_f32 = torch.empty_like(weight, dtype=torch.float32, requires_grad=False).copy_(value.detach())
                 state[name] = blocks.in_blocks(value_f32, self._code(name))
 
+    def is_in_blocks(self, name: str, value: Tensor, weight: Tensor) -> bool:
+        """True if state of `weight` is a moment in blocks."""
+        return name in self.moments and blocks.is_in_blocks(value, weight)
+
     def wide(self, name: str, value: Tensor, weight: Tensor) -> Tensor:
         """Return a moment of `weight` as it is, or in float32 if it is in blocks."""
         return blocks.from_blocks(value, self._code(name), weight) if blocks.is_in_blocks(value, weight) else value

@@ -29,6 +29,7 @@ class Pairs:
         self.params = tensor_lists.marks(params)
         self.weights = tensor_lists.marks(weights)
         self._has_weights = len(weights) > 0
+        self._share: bool | None = None  # True if parameters share a version, as views of one tensor do
 
     def mark(self) -> None:
         """Declare that all pairs agree."""
@@ -38,7 +39,14 @@ class Pairs:
 
     def bump(self) -> None:
         """Declare that all pairs agree, as they did until the kernels wrote each tensor once."""
-        self.params.bump()
+        if self._share:
+            self.params.mark()
+        else:
+            self.params.bump()
+        if self._share is None:
+            self._share = self.params.have_moved()
+            if self._share:
+                self.params.mark()
         if self._has_weights:
             self.weights.bump()
 

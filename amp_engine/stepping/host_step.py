@@ -40,7 +40,7 @@ class HostStep:
         That is the capture of a CUDA graph, in which no CPU steps, a setting that the kernels do not compute, a
         gradient that is not dense, and an FP32 parameter on a device without kernels.
         """
-        self._fused.check_groups()
+        self._fused.check_groups("masters_on")
         columns = self._record.columns
         params = columns.params
         for param, one in zip(params, columns.beside, strict=True):
@@ -81,7 +81,7 @@ class HostStep:
                 self._fused.step_apart(param, columns.weights[row], grad, copy, groups[row], None)
                 if isinstance(one, HostMaster):
                     param.copy_(one.copy, non_blocking=True)
-                    one.mark()
+        record.rows.pairs.mark()  # not one by one: parameters may share a version
 
     def _sent(self, row: int) -> tuple[Tensor, torch.cuda.Event | None]:
         """Return a gradient where it is stepped, and the event of its arrival there; None: it is there."""

@@ -16,7 +16,7 @@ from amp_engine.ground import devices
 from amp_engine.ground.devices import HostNumbers
 from amp_engine.ground.distributed import has_other_ranks
 from amp_engine.ground.torch_private import disable_dynamo
-from amp_engine.kernels import ListCheck
+from amp_engine.kernels import ListCheck, tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, fused_step_of
 from amp_engine.stepping.record import Record
 from amp_engine.stepping.records import Records
@@ -78,6 +78,7 @@ class Release:
         self._places = {id(p): row for row, p in enumerate(columns.params)}
         self._flags.clear()
         self._fused.keep_apart(columns.params)
+        tensor_lists.count_apart(columns.params)  # graphs and marks would take the step of one for a write into others
         of_self = weakref.WeakMethod(self._on_complete)  # a parameter outlives its optimizer
 
         def on_complete(param: Tensor) -> None:
@@ -102,7 +103,7 @@ class Release:
     def _begin(self, param: Tensor) -> None:
         """Before the first parameter of a step. Raises AmpStateError where no step may run in the backward."""
         record = self._record
-        self._fused.check_groups()
+        self._fused.check_groups("release_gradients")
         record.follow_writes(rounds=False)
         self._follow_groups()
         name, why = type(record.optimizer).__name__, ""
@@ -167,6 +168,8 @@ class Release:
         record = self._record
         self._follow_groups()
         left = [row for row, param in enumerate(record.columns.params) if param.grad is not None]
+        if left:
+            self._fused.check_groups("release_gradients")
         for row in left:
             if row in self._stepped:
                 self._refuse_second(record.columns.params[row])

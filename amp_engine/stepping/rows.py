@@ -197,7 +197,8 @@ class Rows:
         self.columns = _columns_of(params, known)
         self.scans += 1
         both = list(known.values())
-        tensor_lists.count_apart([one.param for one in both])
+        if self.splits:  # a remainder is dropped where a version moved
+            tensor_lists.count_apart([one.param for one in both])
         pairs = Pairs([one.param for one in both], [one.weight for one in both if isinstance(one, Master)])
         for place, one in enumerate(both):
             one.enter(pairs, place)
@@ -373,6 +374,20 @@ class Rows:
                 one.follow(is_whole=False)
         self.pairs.mark()
 
+    def round_shown(self) -> None:
+        """Round masters that are shown into their parameters, but for parameters that other code has written."""
+        places = [place for place in range(len(self._known)) if not self.pairs.params.has_moved(place)]
+        known = list(self._known.values())
+        for one in (known[place] for place in places) if self.is_shown else ():
+            if isinstance(one, HostMaster):
+                one.write_back()
+                one.mark()
+        masters = [one for one in (known[place] for place in places) if isinstance(one, Master)]
+        if masters and self.is_shown:
+            round_all(masters)
+            for one in masters:
+                one.mark()
+
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the versions of the parameters, like any optimizer."""
         for one in self._known.values():
@@ -450,7 +465,10 @@ class Rows:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """A context in which groups and state have masters in the place of their parameters."""
+        """A context in which groups and state have masters in the place of their parameters. It may be nested."""
+        if self.is_shown:
+            yield
+            return
         self.show()
         try:
             yield

@@ -12,8 +12,8 @@ import math
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -28,7 +28,8 @@ from amp_engine.ground import devices
 from amp_engine.ground.devices import moved
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import CODES, tensor_lists
-from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
+from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of, own_fused_step
+from amp_engine.optimizers.rules import own_rule_of
 from amp_engine.optimizers.wrapped import inner_optimizers, refuse_calling, takes_hooks
 from amp_engine.stepping import exact_state, shards
 from amp_engine.stepping.gradient_warnings import refuse_own_step, warn_of_rounded_masters
@@ -180,19 +181,6 @@ def _ghost_of_unknown(optimizer: Optimizer, needs_parameters: bool) -> Optimizer
     return ghost
 
 
-@contextmanager
-def _without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
-    grads = [param.grad for param in params]
-    for param in params:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            if param.grad is None:
-                param.grad = grad
-
-
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
@@ -218,6 +206,8 @@ class StepHook:
         self._owner = owner
         self._empty: Optimizer | None = None  # the ghost after a step of the kernels
         self._fails_empty: bool | None = None  # True if the class's step fails with nothing to step
+        self._hides_by_zeros = False  # True if it fails where all gradients are None
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, during a step that is skipped
         self._open: ExitStack | None = None  # while the class's own step runs
         self._frame: FrameType | None = None  # of that step's call
         self._is_stepping = False
@@ -290,8 +280,7 @@ class StepHook:
             )
         record.check_first_use()
         record.follow_writes()
-        if record.rows.is_shown:  # else a step would take what the caller wrote into a master for an older value
-            record.rows.write_back()
+        record.rows.round_shown()  # else a step would take what the caller wrote into a master for an older value
         self._owner.close_into(record)
 
     # Before a step.
@@ -303,6 +292,7 @@ class StepHook:
         if self._is_stepping and self._is_running():  # a subclass called super().step()
             return None
         owner, record = self._owner, self._record
+        self._hidden.clear()  # of a skipped step that raised
         self._prepare()
         if self._is_first and not record.rows.is_shown:
             if record.rows.kind is not None:
@@ -362,6 +352,7 @@ class StepHook:
         with torch.enable_grad():
             loss = closure()
         self._record.follow_writes()
+        self._record.rows.round_shown()
         return _with_closure(lambda: loss, args, kwargs)
 
     def _step(
@@ -473,19 +464,39 @@ class StepHook:
         optimizer = self._record.optimizer
         if fused_step_of(optimizer) is not None:
             return self._ghost(args, kwargs)
-        with ExitStack() as undo:
-            # A class may keep parameters in attributes, which the ghost has: without gradients it leaves them alone.
-            undo.enter_context(_without_gradients(self._record.columns.params))
-            if self._fails_empty is None:
-                try:
-                    with torch.no_grad():
-                        unhooked_step(optimizer)(_ghost_of_unknown(optimizer, False), *args[1:], **kwargs)
-                    self._fails_empty = False
-                except Exception:  # any class raises its own error when it finds nothing to step
-                    self._fails_empty = True
-            replaced = self._ghost(args, kwargs)
-            self._opened(undo.pop_all())
-        return replaced
+        if self._fails_empty is None:
+            self._fails_empty = True
+            for self._hides_by_zeros in (False, True):
+                error = self._error_of_empty(args, kwargs)
+                self._fails_empty = error is not None
+                if not isinstance(error, (AttributeError, TypeError)):  # not of a gradient that is None
+                    break
+        self._hide_gradients()
+        return self._ghost(args, kwargs)
+
+    def _error_of_empty(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+        """Return what the class's step raises where there is nothing to step; any class raises its own error."""
+        optimizer = self._record.optimizer
+        self._hide_gradients()
+        try:
+            with torch.no_grad():
+                unhooked_step(optimizer)(_ghost_of_unknown(optimizer, False), *args[1:], **kwargs)
+        except Exception as e:
+            return e
+        finally:
+            self._show_gradients()
+        return None
+
+    def _hide_gradients(self) -> None:
+        """Hide all gradients: a class may keep its parameters in attributes, which the ghost has."""
+        self._hidden = [(param, param.grad) for param in self._record.columns.params if param.grad is not None]
+        for param, grad in self._hidden:
+            param.grad = torch.zeros_like(grad) if self._hides_by_zeros else None
+
+    def _show_gradients(self) -> None:
+        while self._hidden:
+            param, grad = self._hidden.pop()
+            param.grad = grad
 
     def _ghost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with a ghost that steps nothing."""
@@ -528,6 +539,7 @@ class StepHook:
 
     @disable_dynamo
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._show_gradients()
         if self._open is not None and _frame_of_step() is self._frame:
             self._end_own_step()
         if not self._is_stepping and self._owner.scaling.default().is_identity:
@@ -598,7 +610,7 @@ class StepHook:
         Moments that were saved in blocks are widened if this run keeps no blocks.
         """
         saved, self._incoming = self._incoming, {}
-        fused = fused_step_of(optimizer)
+        fused = fused_step_of(optimizer) if own_rule_of(optimizer) is None else own_fused_step(optimizer)
         if fused is not None:
             fused.forget()
         rows = self._record.rows

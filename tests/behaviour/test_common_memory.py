@@ -97,6 +97,24 @@ def test_weights_tied_by_data_are_refused_where_they_would_part(level: str, came
     assert model.head.weight is model.embedding.weight
 
 
+def test_autograd_finds_a_write_through_the_tensor_of_the_views() -> None:
+    fused = torch.randn(48, 16).bfloat16()
+    model = nn.ParameterList([nn.Parameter(part) for part in fused.chunk(3)])
+    amp.initialize(model, adamw(model.parameters()), opt_level="O5", verbosity=0)
+    loss = sum((weight.square().sum() for weight in model), torch.zeros(()))
+    fused.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_norms_tied_by_data_stay_so(level: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[2].weight.data = model[0].weight.data
+    amp.initialize(model, adamw(model.parameters()), opt_level=level, verbosity=0)
+    assert model[2].weight.data_ptr() == model[0].weight.data_ptr()
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_weights_tied_by_data_train_in_fp32(level: str) -> None:
     model = Tied()

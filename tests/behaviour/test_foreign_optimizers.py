@@ -406,6 +406,101 @@ def test_what_was_written_through_data_before_on_masters_is_kept_in_it() -> None
     assert (first.float() - 0.75).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop])
+def test_a_step_inside_of_on_masters_sees_what_was_written_to_the_model_and_leaves_masters_shown(make: Any) -> None:
+    model = MLP.model().bfloat16()
+    optimizer = make(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    MLP.loss(model, MLP.batch(0)).backward()
+    first = next(model.parameters())
+    with amp.on_masters(optimizer), torch.no_grad():
+        first.fill_(2.0)
+        optimizer.step()
+        assert all(master.dtype is torch.float32 for master in entries_of(optimizer))
+        entries_of(optimizer)[1].fill_(0.5)
+    assert torch.equal(first, torch.full_like(first, 2.0))
+    assert entries_of(optimizer)[1].eq(0.5).all()
+
+
+def test_what_a_closure_writes_to_masters_is_kept() -> None:
+    model = MLP.model().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = MLP.loss(model, MLP.batch(0))
+        loss.backward()
+        with torch.no_grad():
+            entries_of(optimizer)[0].fill_(0.5)
+        return loss
+
+    with amp.on_masters(optimizer):
+        optimizer.step(closure)
+    assert next(model.parameters()).eq(0.5).all()
+
+
+class Logs(Optimizer):
+    """Steps its groups, and reads every gradient of parameters that it keeps besides."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kept = [p for group in self.param_groups for p in group["params"]]
+        self.norms: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.norms.append(max(float(p.grad.norm()) for p in self.kept))
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_class_that_needs_each_gradient_skips_on_zeros(level: str) -> None:
+    model = MLP.model()
+    optimizer = Logs(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = frozen(model.state_dict())
+    train(MLP, model, optimizer, "oo")
+    assert_bitwise(frozen(model.state_dict()), before)
+    assert set(optimizer.norms) == {0.0}
+    train(MLP, model, optimizer, "c")
+    assert 0.0 < optimizer.norms[-1] < float("inf")
+
+
+class Interrupted(Optimizer):
+    """Raises in its second step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.raises = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if self.raises:
+            raise KeyboardInterrupt
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_a_skip_that_raised_brings_no_gradient_back(level: str) -> None:
+    model = MLP.model()
+    optimizer = Interrupted(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(MLP, model, optimizer, "o")
+    optimizer.raises = True
+    with pytest.raises(KeyboardInterrupt):
+        train(MLP, model, optimizer, "o")
+    optimizer.raises = False
+    before = frozen(model.state_dict())
+    train(MLP, model, optimizer, "c")
+    assert not amp.last_step(optimizer).skipped
+    assert not any(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
 class SignedAdam(FusedAdam):
     """Has a step of its own."""
 
@@ -414,6 +509,16 @@ class SignedAdam(FusedAdam):
         for param in entries_of(self):
             if param.grad is not None:
                 param.sub_(param.grad.sign(), alpha=0.25)
+
+
+class Signs:
+    """A mixin with a step."""
+
+    step = SignedAdam.step
+
+
+class Mixed(Signs, FusedAdam):  # type: ignore[misc]
+    """Steps by its mixin."""
 
 
 class Clamped(FusedAdam):
@@ -429,7 +534,7 @@ class Clamped(FusedAdam):
 @FUSED
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_subclass_of_ours_steps_by_its_own_step(level: str) -> None:
-    for kind, most in ((SignedAdam, 0.25), (Clamped, None)):
+    for kind, most in ((SignedAdam, 0.25), (Mixed, 0.25), (Clamped, None)):
         model = MLP.model()
         start = [p.detach().clone() for p in model.parameters()]
         optimizer = kind(model.parameters(), lr=1e-3)

@@ -247,6 +247,18 @@ def test_codes_are_widened_where_a_run_keeps_none(name: str, level: str) -> None
     assert all(map(math.isfinite, train(NORMED_MLP, model, optimizer, "cc")))
 
 
+@pytest.mark.parametrize("level", ["O0", "O3", "O5"])
+def test_state_of_the_users_own_in_uint8_is_loaded_as_it_is(level: str) -> None:
+    model, optimizer = started(level=level)
+    train(NORMED_MLP, model, optimizer, "c")
+    mask = torch.ones(model[0].weight.shape, dtype=torch.uint8)
+    optimizer.state[entries_of(optimizer)[0]]["mask"] = mask
+    optimizer.load_state_dict(frozen(optimizer.state_dict()))
+    loaded = optimizer.state[entries_of(optimizer)[0]]["mask"]
+    assert loaded.dtype is torch.uint8
+    assert torch.equal(loaded, mask)
+
+
 def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     states = (optimizer.state[p] for p in entries_of(optimizer))
     return [value for state in states for key, value in state.items() if key != "step"]

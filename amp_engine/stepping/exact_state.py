@@ -7,8 +7,8 @@ tensors, which torch.save writes once. torch's load copies groups with it, and w
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,38 @@ from amp_engine.stepping.beside import Beside
 from amp_engine.stepping.exact import exact_of
 
 _KEY = "amp_engine"  # of a group
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _ATTRIBUTE = "_exact"  # of the dictionary: for each parameter of the group {name: exact state}
 
 
-def floating(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the entries of one parameter's state that torch casts to the parameter's type at a load."""
+def floating(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of one parameter's state that torch casts to the parameter's type at a load.
+
+    These are floating tensors, and containers that have some.
+    """
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+        if name != "step" and next(tensors_in(value), None) is not None:
             yield name, value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors in an entry, however deep."""
+    if isinstance(value, Tensor):
+        yield from [value] if value.is_floating_point() else []
+    elif isinstance(value, _CONTAINERS):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
+def mapped(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
+    """Return an entry with what `to` returns for each of its tensors, in new containers like torch's load."""
+    if isinstance(value, Tensor):
+        return to(value)
+    if isinstance(value, dict):
+        return {key: mapped(part, to) for key, part in value.items()}
+    if isinstance(value, _CONTAINERS) and next(tensors_in(value), None) is not None:
+        return type(value)(mapped(part, to) for part in value)
+    return value
 
 
 def add_to(state_dict: dict[str, Any], optimizer: Optimizer) -> None:
@@ -35,7 +59,11 @@ def add_to(state_dict: dict[str, Any], optimizer: Optimizer) -> None:
     groups: list[dict[str, Any]] = state_dict["param_groups"]
     for place, own in enumerate(optimizer.param_groups):
         exact = [
-            {name: value for name, value in floating(optimizer.state.get(p, {})) if not is_low_precision(value)}
+            {
+                name: value
+                for name, value in floating(optimizer.state.get(p, {}))
+                if not all(map(is_low_precision, tensors_in(value)))
+            }
             if is_low_precision(p)
             else {}
             for p in own["params"]
@@ -55,7 +83,7 @@ def leave_out(state_dict: dict[str, Any]) -> None:
 def take(optimizer: Optimizer) -> int:
     """Put exact state from the groups in the place of its rounded values; what was written since stays as it is.
 
-    Returns how many tensors are exact now. Waits for the device where there are any.
+    Returns how many entries are exact now. Waits for the device where there are any.
     """
     taken = 0
     for group in optimizer.param_groups:
@@ -64,9 +92,15 @@ def take(optimizer: Optimizer) -> int:
             state = optimizer.state.get(p, {})
             home = next((one.stepped.device for one in exact_of(p) if isinstance(one, Beside)), p.device)
             for name, value in saved.items() if is_low_precision(p) else ():
-                rounded = value.to(p.device, p.dtype)
-                now = state.get(name)
-                if isinstance(now, Tensor) and torch.equal(rounded, now.to(rounded)):
-                    state[name] = value.to(home)
+                if _is_rounded(list(tensors_in(value)), list(tensors_in(state.get(name))), p):
+                    state[name] = mapped(value, lambda tensor, home=home: tensor.to(home))  # type: ignore[misc]
                     taken += 1
     return taken
+
+
+def _is_rounded(exact: Sequence[Tensor], now: Sequence[Tensor], param: Tensor) -> bool:
+    """True if `now` is `exact` rounded to the type of a parameter. Waits for the device."""
+    rounded = [tensor.to(param.device, param.dtype) for tensor in exact]
+    return len(rounded) == len(now) and all(
+        torch.equal(one, other.to(one)) for one, other in zip(rounded, now, strict=True)
+    )

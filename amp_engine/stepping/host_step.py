@@ -70,7 +70,7 @@ class HostStep:
             self._fused.keep_apart(columns.params)
         groups = [group for group in record.optimizer.param_groups for _ in group["params"]]
         rows = [row for row, param in enumerate(columns.params) if param.grad is not None]
-        sent = [self._sent(row) for row in rows]
+        sent, entries = [self._sent(row) for row in rows], record.rows.entries
         casts_off = self._owner.casts.off()
         with nullcontext() if casts_off is None else casts_off:
             for row, (grad, arrival) in zip(rows, sent, strict=True):
@@ -78,7 +78,7 @@ class HostStep:
                     arrival.synchronize()
                 param, one = columns.params[row], columns.beside[row]
                 copy = None if one is None else one.copy
-                self._fused.step_apart(param, columns.weights[row], grad, copy, groups[row], None)
+                self._fused.step_apart(entries[row], columns.weights[row], grad, copy, groups[row], None)
                 if isinstance(one, HostMaster):
                     param.copy_(one.copy, non_blocking=True)
         record.rows.pairs.mark()  # not one by one: parameters may share a version

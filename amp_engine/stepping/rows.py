@@ -17,6 +17,7 @@ from amp_engine.ground import devices
 from amp_engine.ground.distributed import has_other_ranks, is_sharded
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
+from amp_engine.stepping import exact_state
 from amp_engine.stepping.beside import (
     Adoption,
     Beside,
@@ -404,6 +405,13 @@ class Rows:
         pairs = zip(self.columns.params, self.columns.beside, strict=True)
         return [one.stepped if isinstance(one, Master) else param for param, one in pairs]
 
+    @property
+    def entries(self) -> Sequence[nn.Parameter]:
+        """What is in the groups, and has the state, at present: the parameters, or masters that are shown; n."""
+        pairs = zip(self.columns.params, self.columns.beside, strict=True) if self.is_shown else ()
+        shown = [param if one is None or isinstance(one, Remainder) else one.stepped for param, one in pairs]
+        return shown or self.columns.params
+
     def settle(self) -> None:
         """Put back what a step of the class's own has left that raised."""
         if self.end_own_step is not None:
@@ -537,10 +545,7 @@ def _rename(optimizer: Optimizer, to: Mapping[int, nn.Parameter]) -> None:
         state.update((to.get(id(key), key), value) for key, value in items)
 
 
-def _widened(state: Any) -> Any:
+def _widened(state: dict[Any, Any]) -> dict[Any, Any]:
     """Return optimizer state with low precision cast to float32; widening is exact."""
-    if isinstance(state, Tensor):
-        return state.float() if is_low_precision(state) else state
-    if isinstance(state, dict):
-        return {key: _widened(value) for key, value in state.items()}
-    return state
+    widened: dict[Any, Any] = exact_state.mapped(state, lambda t: t.float() if is_low_precision(t) else t)
+    return widened

@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.ground.devices import moved
+from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import CODES, tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of, own_fused_step
@@ -607,7 +609,7 @@ class StepHook:
     def _after_load(self, optimizer: Optimizer) -> None:
         """Set moments, which torch has cast to the type of their parameters, to the saved values, in FP32 or in blocks.
 
-        Moments that were saved in blocks are widened if this run keeps no blocks.
+        Moments that were saved in blocks are widened if this run keeps no blocks, those in half if none was in FP32.
         """
         saved, self._incoming = self._incoming, {}
         fused = fused_step_of(optimizer) if own_rule_of(optimizer) is None else own_fused_step(optimizer)
@@ -622,14 +624,21 @@ class StepHook:
         for index, param in zip(indices, own, strict=True):
             one, of_one = beside.get(id(param)), saved["state"].get(index, {})
             home = param.device if one is None else one.stepped.device
-            for name, value in exact_state.floating(of_one) if one is not None else ():
-                self._was_loaded |= value.dtype is torch.float32
-                wide = value if value.dtype is torch.float64 else value.to(torch.float32)
-                optimizer.state[param][name] = wide.to(home, copy=True)
+            floating = dict(exact_state.floating(of_one)) if one is not None else {}
+            is_wide = any(t.dtype is torch.float32 and t.numel() > 1 for t in exact_state.tensors_in(floating))
+            self._was_loaded |= is_wide
+            for name, value in floating.items():  # half beside FP32 is what the class keeps in half
+                copied = partial(_copy, home=home, widens=not is_wide)
+                optimizer.state[param][name] = exact_state.mapped(value, copied)
             for name, value in of_one.items():
                 if fused is not None and isinstance(value, Tensor) and value.dtype is CODES:
                     dtype = param.dtype if one is None else torch.float32
                     optimizer.state[param][name] = fused.loaded(name, value.to(home, copy=True), param, dtype)
+
+
+def _copy(tensor: Tensor, home: torch.device, widens: bool) -> Tensor:
+    """Return a copy on a device; `widens`: in FP32 if the tensor is half."""
+    return tensor.to(home, torch.float32 if widens and is_low_precision(tensor) else tensor.dtype, copy=True)
 
 
 def _input_of(record: Record, grads: Sequence[Tensor | None] | None) -> StepInput:
@@ -644,7 +653,8 @@ def _input_of(record: Record, grads: Sequence[Tensor | None] | None) -> StepInpu
     scaled = bytes(len(columns.params))
     if record.clip is not None or record.kept is not None:
         scaled = columns.plain_mask.translate(_INVERTED)
-    return StepInput(columns.params, columns.weights, grads, columns.copies, scaled, are_plain=are_plain)
+    entries = record.rows.entries
+    return StepInput(entries, columns.weights, grads, columns.copies, scaled, are_plain=are_plain)
 
 
 _INVERTED = bytes([1, 0]) + bytes(254)

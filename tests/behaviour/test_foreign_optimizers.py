@@ -422,6 +422,31 @@ def test_a_step_inside_of_on_masters_sees_what_was_written_to_the_model_and_leav
     assert entries_of(optimizer)[1].eq(0.5).all()
 
 
+@pytest.mark.parametrize("how", ["data", "state"])
+@pytest.mark.parametrize("keywords", [{}, {"masters_on": "cpu"}, {"moment_dtype": "8bit"}], ids=str)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_step_inside_of_on_masters_keeps_its_state(make: Any, keywords: dict[str, Any], how: str) -> None:
+    """As SAM does: it gives masters other memory, or keeps what it restores in the state."""
+    if keywords and (make is torch.optim.NAdam or not kernels.has_native(torch.device("cpu"))):
+        pytest.skip("only kernels step so")
+    model = MLP.model().bfloat16()
+    optimizer = make(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **keywords)
+    for index in range(3):
+        MLP.loss(model, MLP.batch(index)).backward()
+        with amp.on_masters(optimizer):
+            for master in entries_of(optimizer):
+                if how == "data":
+                    master.data = master.data.clone()
+            optimizer.step()
+            for master in entries_of(optimizer):
+                optimizer.state[master]["old"] = master.detach().clone()
+            assert len(optimizer.state_dict()["state"]) == len(entries_of(optimizer))
+        optimizer.zero_grad()
+    assert {float(one["step"]) for one in optimizer.state_dict()["state"].values()} == {3.0}
+    assert set(optimizer.state) == set(model.parameters())
+
+
 def test_what_a_closure_writes_to_masters_is_kept() -> None:
     model = MLP.model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,3 +133,55 @@ def test_loading_a_part_of_the_model_loads_its_masters_and_no_others(level: str)
     model[3].load_state_dict(head)
     assert_bitwise(masters(optimizer)[3:], exact[3:])
     assert_bitwise(masters(optimizer)[:3], body)
+
+
+class Nested(torch.optim.Optimizer):
+    """SGD with momenta in containers, as in SOAP and AggMo, and one that it keeps in half, as timm's Adafactor does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for one in self.state.values():
+            one["half"] = one["half"].to(torch.bfloat16)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                zeros = partial(torch.zeros_like, p)
+                state["list"], state["by beta"] = [zeros(), None], {0.5: zeros()}
+                state["queue"], state["half"] = deque([zeros()]), zeros(dtype=torch.bfloat16)
+            state["queue"].append(p.grad.float().clone())
+            momenta = [state["list"][0], state["by beta"][0.5], state["half"]]
+            for momentum in momenta:
+                momentum.mul_(0.5).add_(p.grad.to(momentum.dtype))
+            p.sub_(sum(momenta) + state["queue"].popleft(), alpha=0.05)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_state_in_containers_and_what_a_class_keeps_in_half_come_back(level: str, is_later: bool) -> None:
+    if is_later and level != "O5":
+        pytest.skip("losses are scaled, or there are no masters")
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = NORMED_MLP.model(0)
+        optimizer = None if is_later else Nested(model.parameters())
+        amp.initialize(model, *([] if optimizer is None else [optimizer]), opt_level=level, verbosity=0)
+        return model, optimizer or Nested(model.parameters())
+
+    model, optimizer = made()
+    train(NORMED_MLP, model, optimizer, "ccc")
+    saved = frozen((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    train(NORMED_MLP, model, optimizer, "cc", first=3)
+    whole = frozen((model.state_dict(), optimizer.state_dict()["state"]))
+    amp.close()
+    model, optimizer = made()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    train(NORMED_MLP, model, optimizer, "cc", first=3)
+    assert_bitwise(frozen((model.state_dict(), optimizer.state_dict()["state"])), whole)

@@ -43,6 +43,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
+def has_float32(state: Mapping[str, Any]) -> bool:
+    """True if state was in FP32, scalars apart: then half beside it is what the class keeps in half."""
+    return any(tensor.dtype is torch.float32 and tensor.numel() > 1 for tensor in tensors_in(state))
+
+
 def mapped(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """Return an entry with what `to` returns for each of its tensors, in new containers like torch's load."""
     if isinstance(value, Tensor):
@@ -58,16 +63,10 @@ def add_to(state_dict: dict[str, Any], optimizer: Optimizer) -> None:
     """Add the exact state of half parameters to a new result of `optimizer.state_dict()`."""
     groups: list[dict[str, Any]] = state_dict["param_groups"]
     for place, own in enumerate(optimizer.param_groups):
-        exact = [
-            {
-                name: value
-                for name, value in floating(optimizer.state.get(p, {}))
-                if not all(map(is_low_precision, tensors_in(value)))
-            }
-            if is_low_precision(p)
-            else {}
-            for p in own["params"]
-        ]
+        exact = []
+        for p in own["params"]:
+            entries = dict(floating(optimizer.state.get(p, {}))) if is_low_precision(p) else {}
+            exact.append(entries if has_float32(entries) else {})
         if any(exact):
             carrier: OrderedDict[str, Any] = OrderedDict()  # has attributes, and torch.load(weights_only=True) takes it
             vars(carrier)[_ATTRIBUTE] = exact

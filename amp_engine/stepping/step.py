@@ -625,9 +625,9 @@ class StepHook:
             one, of_one = beside.get(id(param)), saved["state"].get(index, {})
             home = param.device if one is None else one.stepped.device
             floating = dict(exact_state.floating(of_one)) if one is not None else {}
-            is_wide = any(t.dtype is torch.float32 and t.numel() > 1 for t in exact_state.tensors_in(floating))
+            is_wide = exact_state.has_float32(floating)
             self._was_loaded |= is_wide
-            for name, value in floating.items():  # half beside FP32 is what the class keeps in half
+            for name, value in floating.items():
                 copied = partial(_copy, home=home, widens=not is_wide)
                 optimizer.state[param][name] = exact_state.mapped(value, copied)
             for name, value in of_one.items():

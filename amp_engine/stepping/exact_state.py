@@ -43,9 +43,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def has_float32(state: Mapping[str, Any]) -> bool:
-    """True if state was in FP32, scalars apart: then half beside it is what the class keeps in half."""
-    return any(tensor.dtype is torch.float32 and tensor.numel() > 1 for tensor in tensors_in(state))
+def has_float32(state: Mapping[str, Any], param: Tensor) -> bool:
+    """True if the state of a parameter is in FP32, scalars apart: half beside it is what the class keeps in half."""
+    least = min(param.numel(), 2)
+    return any(tensor.dtype is torch.float32 and tensor.numel() >= least for tensor in tensors_in(state))
 
 
 def mapped(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
@@ -66,7 +67,7 @@ def add_to(state_dict: dict[str, Any], optimizer: Optimizer) -> None:
         exact = []
         for p in own["params"]:
             entries = dict(floating(optimizer.state.get(p, {}))) if is_low_precision(p) else {}
-            exact.append(entries if has_float32(entries) else {})
+            exact.append(entries if has_float32(entries, p) else {})
         if any(exact):
             carrier: OrderedDict[str, Any] = OrderedDict()  # has attributes, and torch.load(weights_only=True) takes it
             vars(carrier)[_ATTRIBUTE] = exact

@@ -625,7 +625,7 @@ class StepHook:
             one, of_one = beside.get(id(param)), saved["state"].get(index, {})
             home = param.device if one is None else one.stepped.device
             floating = dict(exact_state.floating(of_one)) if one is not None else {}
-            is_wide = exact_state.has_float32(floating)
+            is_wide = exact_state.has_float32(floating, param)
             self._was_loaded |= is_wide
             for name, value in floating.items():
                 copied = partial(_copy, home=home, widens=not is_wide)

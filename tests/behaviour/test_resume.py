@@ -191,3 +191,27 @@ def test_state_in_containers_and_what_a_class_keeps_in_half_come_back(level: str
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     state = [{**one, "queue": list(one["queue"])} for one in optimizer.state_dict()["state"].values()]
     return frozen((model.state_dict(), state))
+
+
+def test_state_of_single_elements_comes_back_where_the_optimizer_is_made_later() -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(1, dtype=torch.bfloat16))])
+        amp.initialize(model, opt_level="O5", verbosity=0)
+        return model, OPTIMIZERS["adamw"](model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        (model[0] * 0.3).sum().backward()  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    saved = frozen((model.state_dict(), optimizer.state_dict()["state"]))
+    file = checkpoint(model, optimizer)
+    amp.close()
+    model, optimizer = made()
+    loaded = torch.load(file, weights_only=False)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    optimizer.step()  # takes it in, and steps nothing
+    assert_bitwise(frozen((model.state_dict(), optimizer.state_dict()["state"])), saved)

@@ -377,17 +377,16 @@ class Rows:
 
     def round_shown(self) -> None:
         """Round masters that are shown into their parameters, but for parameters that other code has written."""
-        places = [place for place in range(len(self._known)) if not self.pairs.params.has_moved(place)]
-        known = list(self._known.values())
-        for one in (known[place] for place in places) if self.is_shown else ():
+        if not self.is_shown:
+            return
+        unwritten = [one for place, one in enumerate(self._known.values()) if not self.pairs.params.has_moved(place)]
+        for one in unwritten:
             if isinstance(one, HostMaster):
                 one.write_back()
-                one.mark()
-        masters = [one for one in (known[place] for place in places) if isinstance(one, Master)]
-        if masters and self.is_shown:
+        if masters := [one for one in unwritten if isinstance(one, Master)]:
             round_all(masters)
-            for one in masters:
-                one.mark()
+        for one in unwritten:
+            one.mark()
 
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the versions of the parameters, like any optimizer."""

@@ -406,7 +406,7 @@ class Rows:
 
     @property
     def entries(self) -> Sequence[nn.Parameter]:
-        """What is in the groups, and has the state, at present: the parameters, or masters that are shown; n."""
+        """The tensors in the groups, by which the state is kept: parameters, or masters that are shown; n."""
         pairs = zip(self.columns.params, self.columns.beside, strict=True) if self.is_shown else ()
         shown = [param if one is None or isinstance(one, Remainder) else one.stepped for param, one in pairs]
         return shown or self.columns.params

@@ -467,7 +467,6 @@ class StepHook:
         if fused_step_of(optimizer) is not None:
             return self._ghost(args, kwargs)
         if self._fails_empty is None:
-            self._fails_empty = True
             for self._hides_by_zeros in (False, True):
                 error = self._error_of_empty(args, kwargs)
                 self._fails_empty = error is not None
@@ -653,8 +652,7 @@ def _input_of(record: Record, grads: Sequence[Tensor | None] | None) -> StepInpu
     scaled = bytes(len(columns.params))
     if record.clip is not None or record.kept is not None:
         scaled = columns.plain_mask.translate(_INVERTED)
-    entries = record.rows.entries
-    return StepInput(entries, columns.weights, grads, columns.copies, scaled, are_plain=are_plain)
+    return StepInput(record.rows.entries, columns.weights, grads, columns.copies, scaled, are_plain=are_plain)
 
 
 _INVERTED = bytes([1, 0]) + bytes(254)
